@@ -1,0 +1,183 @@
+"""The command line of sansac: `python runner.py [COMMAND] [OPTIONS]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import tyro
+
+from sansac.config import Config, ConfigError, load_yaml, merge, partial, preset_for
+
+
+@dataclass
+class Train:
+    """Train an agent (the default command).
+
+    Commands, each with its own --help:
+
+      train           train, or go on with a run (--resume)
+      evaluate RUN    mean return of a trained agent over seeded episodes
+
+    Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
+    """
+
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Run directory to go on with; its own configuration is taken whole, and only lengths,
+    intervals, device and sinks may be changed."""
+    checkpoint: Literal["last", "previous", "best"] = "last"
+    """Which checkpoint a resumed run starts from."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class Evaluate:
+    """Evaluate a trained agent: episode i runs on a seed derived from (--seed, i)."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    episodes: int = 100
+    """Episodes, each run to its end."""
+    seed: int = 0
+    """Seed that the episodes' seeds are derived from."""
+    stochastic: bool = False
+    """Sample actions from the policy instead of taking the tanh of its mean."""
+    video: bool = False
+    """Film the first episode into RUN/videos/."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def train(arguments: Sequence[str]) -> int:
+    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    scan.add_argument("--env")
+    scan.add_argument("--config", nargs="+", action="extend", type=Path, default=[])
+    scan.add_argument("--resume", type=Path)
+    early, _ = scan.parse_known_args([word for word in arguments if word not in ("-h", "--help")])
+    if early.resume:
+        from sansac.checkpoint import read_config
+
+        base = read_config(early.resume).dump()
+        if early.config or early.env:
+            raise ConfigError(
+                "--resume takes the run's own configuration: no --config, no --env"
+            )
+    else:
+        files = merge(*(load_yaml(path) for path in early.config))
+        env = early.env or files.get("env") or Config().env
+        base = merge(preset_for(env), files, {"env": env})
+    asked = parse(Train, "train", arguments, default=Train(options=partial(base)))
+    config = asked.options
+
+    from sansac.manager import Manager, refuse_other_changes
+
+    if asked.resume:
+        refuse_other_changes(partial(base), config)
+        changes = {k: v for k, v in config.dump().items() if base.get(k) != v}
+        manager = Manager.resume(asked.resume, which=asked.checkpoint, **changes)
+        if manager.finished:
+            print(f"{asked.resume} is finished: nothing to do (a larger --total-steps goes on)",
+                  file=sys.stderr)  # fmt: skip
+            print(asked.resume)
+            return 0
+    else:
+        manager = Manager(config)
+    result = manager.train()
+    if result:
+        show(result)
+    print(manager.run_dir)
+    return 128 + manager.interrupted if manager.interrupted else 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    asked = parse(Evaluate, "evaluate", arguments)
+    if asked.episodes < 1 or asked.seed < 0:
+        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sansac.manager import Manager
+
+    manager = Manager.load(asked.run, asked.checkpoint)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("evaluating", total=asked.episodes)
+        result = manager.evaluate(
+            asked.episodes, asked.seed, asked.stochastic, lambda _: progress.advance(task)
+        )
+    if asked.video:
+        path = asked.run / "videos" / f"evaluation-seed{asked.seed}.mp4"
+        manager.record_video(path, asked.seed)
+        print(f"video: {path}", file=sys.stderr)
+    if asked.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "evaluate": evaluate}
+
+
+def parse(kind: type, command: str, arguments: Sequence[str], **default: Any) -> Any:
+    """tyro's reading of the arguments; its own errors end the process with code 2."""
+    return tyro.cli(kind, prog=f"runner.py {command}", args=list(arguments), **default)
+
+
+def show(result: dict[str, Any]) -> None:
+    """An evaluation as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['env']}, {result['actor']} actor, step {result['step']:,}")
+    table.add_column("deterministic evaluation" if not result.get("stochastic") else "stochastic")
+    table.add_column("", justify="right")
+    table.add_row("episodes", str(result["episodes"]))
+    numbers = {k: f"{v:.1f}" for k, v in result.items() if isinstance(v, float)}
+    table.add_row("return, mean ± std", f"{numbers['return_mean']} ± {numbers['return_std']}")
+    table.add_row("return, interquartile mean", numbers["return_iqm"])
+    table.add_row(
+        "return, lowest to highest", " to ".join([numbers["return_min"], numbers["return_max"]])
+    )
+    table.add_row("episode length, mean", numbers["length_mean"])
+    for layer, rate in enumerate(result.get("firing_rate", ())):
+        table.add_row(f"firing rate, layer {layer}", f"{rate:.3f}")
+    Console().print(table)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def main(arguments: Sequence[str]) -> int:
+    command, rest = "train", list(arguments)
+    if rest and not rest[0].startswith("-"):
+        command, *rest = rest
+    if command not in COMMANDS:
+        fail(f"unknown command {command!r}: choose from {', '.join(COMMANDS)}", 2)
+    try:
+        return COMMANDS[command](rest)
+    except ConfigError as error:
+        fail(str(error), 2)
+    except (RuntimeError, FloatingPointError) as error:
+        from sansac.checkpoint import CheckpointError
+        from sansac.environments import NonFiniteError
+
+        if isinstance(error, (CheckpointError, NonFiniteError)):
+            fail(str(error), 1)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

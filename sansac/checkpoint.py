@@ -1,0 +1,137 @@
+"""Run directories, their lock, and checkpoints that survive a kill at any moment."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from sansac.config import Config, ConfigError, load_yaml, resolve, slug
+
+FORMAT_VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """A file that cannot be loaded: names it, what is wrong, and what can be loaded instead."""
+
+
+def make_run_dir(config: Config) -> Path:
+    """Make `<runs_dir>/<env>/<name>` exclusively; a taken automatic name gets a number."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    name = slug(config.name or f"{config.actor_name}-s{config.seed}-{stamp}")
+    parent = config.runs_dir / slug(config.env)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for candidate in [name] if config.name else [name, *(f"{name}-{i}" for i in range(2, 100))]:
+            try:
+                (parent / candidate).mkdir()
+                return parent / candidate
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise ConfigError(f"runs_dir: cannot write {parent}: {error.strerror}") from None
+    raise ConfigError(
+        f"name: {parent / name} exists; choose another --name, or go on with it: "
+        f"train --resume {parent / name}"
+    )
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory for one process. Raises ConfigError where another holds it."""
+    with open(run_dir / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise ConfigError(f"{run_dir} is in use by another process") from None
+        yield
+
+
+def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
+    """`write(file)` to a temporary name, sync, rename; `keep` gets the file that stood there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if keep is not None and path.exists():
+        link = keep.with_name(f".{keep.name}.tmp")
+        link.unlink(missing_ok=True)
+        os.link(path, link)
+        os.replace(link, keep)
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def save(path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
+    """Write a checkpoint of tensors, numbers, strings, lists and mappings."""
+    path.parent.mkdir(exist_ok=True)
+    content = {"format_version": FORMAT_VERSION, **state}
+    write_atomically(path, lambda file: torch.save(content, file), keep)
+
+
+def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Read a checkpoint without executing anything. Raises CheckpointError."""
+    previous = path.with_name("previous.pt")
+    offer = f"; {previous} can be tried instead" if path != previous and previous.exists() else ""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist{offer}") from None
+    except Exception as error:  # a damaged or hostile file raises almost anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is damaged or not a sansac checkpoint ({reason}){offer}"
+        ) from None
+    version = state.get("format_version") if isinstance(state, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}; this sansac reads {FORMAT_VERSION}{offer}"
+        )
+    return state
+
+
+def write_config(config: Config, directory: Path) -> None:
+    text = yaml.safe_dump(config.dump(), sort_keys=False)
+    write_atomically(directory / "config.yaml", lambda file: file.write(text.encode()))
+
+
+def read_config(directory: Path) -> Config:
+    """The configuration of a run or agent directory. Raises ConfigError."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory: give a run or an agent directory")
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(f"{directory} holds no config.yaml: it is no run or agent directory")
+    return resolve(load_yaml(directory / "config.yaml"))
+
+
+def write_record(run_dir: Path, record: dict[str, Any]) -> None:
+    """run.json: what ran, where, and how it stands."""
+    text = json.dumps({"format_version": FORMAT_VERSION, **record}, indent=2)
+    write_atomically(run_dir / "run.json", lambda file: file.write(text.encode()))
+
+
+def read_record(run_dir: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run_dir / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,399 @@
+"""Every knob of sansac: typed, bounded, documented.
+
+Precedence: defaults < preset of the environment < `--config FILE` < flags.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# Set while flags are still to be laid over: fields may contradict each other until then.
+_incomplete = ContextVar("incomplete", default=False)
+
+# A number or a word: tyro shows both, pydantic keeps whichever was given.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _strict_int(value: Any) -> Any:
+    if isinstance(value, (bool, float)):
+        raise ValueError(f"expected a whole number, found {value!r}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_strict_int)]
+
+
+def _key_values(words: list[str]) -> dict[str, Any]:
+    """`["continuous=True", "gravity=-9"]` -> `{"continuous": True, "gravity": -9}`."""
+    pairs = [word.partition("=") for word in words]
+    for key, equals, _ in pairs:
+        if not (key and equals):
+            raise ValueError(f"expected KEY=VALUE, found {key!r}")
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+KeyValues = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="KEY=VALUE...",
+        instance_from_str=_key_values,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [f"{k}={v}" for k, v in value.items()],
+    ),
+]
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be: says what was wrong, what was expected and what to do."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, type(self))) from None
+
+
+class Learning(Section):
+    """What every off-policy algorithm shares."""
+
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount factor a step."""
+    tau: Annotated[float, Field(ge=0, le=1)] = 0.005
+    """Polyak factor: target <- (1 - tau) target + tau online."""
+    batch_size: Annotated[Int, Field(ge=1)] = 256
+    """Transitions in a minibatch."""
+    learning_starts: Annotated[Int, Field(ge=0)] = 5_000
+    """Environment steps of uniformly random actions before the first update."""
+    update_to_data: Positive = 1.0
+    """Updates an environment step; holds for any number of environments, fractions included."""
+    n_step: Annotated[Int, Field(ge=1, le=100)] = 1
+    """Rewards summed before the target bootstraps."""
+    anneal: Fraction = 0.0
+    """Share of training, at its end, over which all learning rates fall linearly to a tenth."""
+
+
+class Sac(Section):
+    """What SAC alone has (Haarnoja et al. 2018, arXiv:1812.05905)."""
+
+    temperature: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
+    """Entropy temperature alpha: learned ("auto") or fixed at a number."""
+    initial_temperature: Positive = 1.0
+    """Where a learned temperature starts."""
+    target_entropy: Literal["auto"] | Number = "auto"
+    """Entropy (nats) that a learned temperature aims at; "auto" is -|A|."""
+    learning_rate: Positive = 3e-4
+    """Adam's step for the temperature."""
+
+
+Widths = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(min_length=1)]
+
+
+class Actor(Section):
+    """The policy network, dense or spiking."""
+
+    hidden: Widths = (256, 256)
+    """Units of each hidden layer."""
+    learning_rate: Positive = 3e-4
+    """Adam's step for the actor."""
+    layer_norm: bool = False
+    """LayerNorm before each activation or neuron (does not fold into weights)."""
+    batch_norm: bool = False
+    """BatchNorm before each activation or neuron: batch statistics in the actor's loss, running ones
+    everywhere else; folds into the weights."""
+    batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of a batch's statistics that enters the running ones."""
+    average: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the current weights that enters, each update, the average that is evaluated and
+    saved as the policy; 1 evaluates the current weights."""
+
+
+class Critic(Section):
+    """The twin action-value networks, always dense."""
+
+    hidden: Widths = (256, 256)
+    """Units of each hidden layer."""
+    learning_rate: Positive = 3e-4
+    """Adam's step for the critics."""
+    layer_norm: bool = False
+    """LayerNorm before each activation."""
+    quantiles: Annotated[Int, Field(ge=1, le=200)] = 1
+    """Quantiles a critic predicts (TQC, Kuznetsov et al. 2020); 1 is plain SAC: the mean."""
+    drop: Annotated[Int, Field(ge=0)] = 4
+    """Largest of the pooled quantiles of both critics left out of the target (quantiles > 1)."""
+
+
+class Spiking(Section):
+    """The spiking actor: encoder -> LIF layers -> decoder."""
+
+    time_steps: Annotated[Int, Field(ge=1, le=64)] = 2
+    """Simulation steps T a control step; 1 is a binary-activation network."""
+    encoder: Literal["current", "population"] = "current"
+    """current: the observation drives layer 1 as analogue current; population: learned Gaussian
+    receptive fields that emit deterministic spikes (PopSAN)."""
+    neuron: Literal["lif", "cuba"] = "lif"
+    """SpikingJelly's LIFNode or its current-based CUBALIFNode."""
+    decoder: Literal["rate", "population"] = "rate"
+    """rate: linear read-out of mean spikes; population: a spiking output population, read out a
+    group an action (PopSAN)."""
+    log_std: Literal["shared", "linear", "mlp"] = "shared"
+    """Head of the log standard deviation: linear on the spiking features, one linear layer on the
+    observation, or a network of its own."""
+    log_std_learning_rate: Positive | None = None
+    """Adam's step for a `linear` or `mlp` head; none: the actor's."""
+    surrogate: Literal["rectangle", "triangle", "atan", "sigmoid", "fast_sigmoid"] = "rectangle"
+    """Shape of the surrogate gradient of the spike."""
+    surrogate_width: Positive = 1.0
+    """Width of the surrogate in volts; its area stays 1."""
+    v_threshold: Positive = 0.5
+    """Voltage (V) at which a neuron fires."""
+    tau: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0 / 3.0
+    """Membrane time constant of `lif`, in simulation steps."""
+    decay_input: bool = False
+    """Whether the membrane's leak divides the input current of `lif` too."""
+    current_decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the synaptic current that `cuba` keeps a step."""
+    voltage_decay: Annotated[float, Field(ge=0, lt=1)] = 0.75
+    """Share of the voltage that `cuba` keeps a step."""
+    detach_reset: bool = False
+    """Whether the reset is left out of the gradient."""
+    input_population: Annotated[Int, Field(ge=1)] = 10
+    """Receptive fields an observation entry (encoder `population`)."""
+    input_range: Positive = 3.0
+    """Fields are centred evenly on [-range, range], in standard deviations of the observation."""
+    input_std: Positive = 0.15**0.5
+    """Initial width of a field, in the same unit."""
+    output_population: Annotated[Int, Field(ge=1)] = 10
+    """Spiking output neurons an action entry (decoder `population`)."""
+    backend: Literal["auto", "cupy", "native", "torch", "spikingjelly"] = "auto"
+    """What computes the neurons: fused CuPy or compiled C kernels, plain torch, or SpikingJelly."""
+
+
+class Replay(Section):
+    """The replay buffer."""
+
+    capacity: Annotated[Int, Field(ge=1)] = 300_000
+    """Transitions kept; the oldest are overwritten."""
+
+
+class Config(Section):
+    """Train a soft actor-critic agent whose actor is dense or spiking."""
+
+    env: Annotated[str, Field(min_length=1)] = "BipedalWalker-v3"
+    """Gymnasium environment id."""
+    env_kwargs: KeyValues = Field(default_factory=dict)
+    """Arguments of the environment, such as continuous=True."""
+    san: bool = False
+    """Spiking actor network; off is the dense actor."""
+    seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
+    """Seed of every random stream of the run."""
+    total_steps: Annotated[Int, Field(ge=1)] = 150_000
+    """Environment steps to train for, over all environments together."""
+    num_envs: Annotated[Int, Field(ge=1, le=1024)] = 8
+    """Environments stepped side by side."""
+    async_envs: bool = False
+    """Each environment in a process of its own (for environments that are slow to step)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where networks and replay live; auto takes CUDA where there is a GPU."""
+    threads: Literal["auto"] | Annotated[Int, Field(ge=1, le=256)] = "auto"
+    """CPU threads for torch; stored with the run, since sums differ between thread counts."""
+    normalize_observations: bool = True
+    """Scale observations by running mean and standard deviation of the training rollouts."""
+    observation_clip: Positive = 10.0
+    """Normalised observations are clipped to [-clip, clip]."""
+
+    learning: Learning = Field(default_factory=Learning)
+    sac: Sac = Field(default_factory=Sac)
+    actor: Actor = Field(default_factory=Actor)
+    critic: Critic = Field(default_factory=Critic)
+    spiking: Spiking = Field(default_factory=Spiking)
+    replay: Replay = Field(default_factory=Replay)
+
+    log_every: Annotated[Int, Field(ge=1)] = 500
+    """Environment steps between rows of training metrics."""
+    eval_every: Annotated[Int, Field(ge=0)] = 10_000
+    """Environment steps between evaluations; 0: only at the end."""
+    eval_episodes: Annotated[Int, Field(ge=1)] = 10
+    """Episodes an evaluation."""
+    final_episodes: Annotated[Int, Field(ge=1)] = 100
+    """Episodes of the evaluation that ends the run."""
+    checkpoint_every: Annotated[Int, Field(ge=1)] = 10_000
+    """Environment steps between checkpoints."""
+    stop_at_return: Literal["threshold"] | Number | None = None
+    """Stop once an evaluation's mean return reaches this; "threshold" is the environment's own."""
+    video: bool = True
+    """Record an episode at the end of training."""
+    runs_dir: Path = Path("runs")
+    """Where run directories are made."""
+    name: str | None = None
+    """Name of the run directory; none: <actor>-s<seed>-<UTC time>."""
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto honours WANDB_MODE, else is online with an API key, else offline."""
+    wandb_project: Annotated[str, Field(min_length=1)] = "sansac"
+    """wandb project."""
+    tensorboard: bool = False
+    """Write TensorBoard events too."""
+
+    @property
+    def actor_name(self) -> str:
+        return "spiking" if self.san else "dense"
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Config:
+        if _incomplete.get():
+            return self
+        learning, replay = self.learning, self.replay
+        if learning.batch_size > replay.capacity:
+            raise ValueError(
+                f"learning.batch_size ({learning.batch_size}) is above replay.capacity "
+                f"({replay.capacity}): a minibatch could never be filled; lower the first or raise "
+                "the second"
+            )
+        if learning.learning_starts < learning.batch_size:
+            raise ValueError(
+                f"learning.learning_starts ({learning.learning_starts}) is below "
+                f"learning.batch_size ({learning.batch_size}): the first update would lack "
+                "transitions; raise the first or lower the second"
+            )
+        if replay.capacity < learning.n_step * self.num_envs:
+            raise ValueError(
+                f"replay.capacity ({replay.capacity}) is below learning.n_step x num_envs "
+                f"({learning.n_step} x {self.num_envs}): raise replay.capacity"
+            )
+        if self.actor.layer_norm and self.actor.batch_norm:
+            raise ValueError("actor.layer_norm and actor.batch_norm exclude each other: choose one")
+        if self.critic.quantiles > 1 and self.critic.drop >= 2 * self.critic.quantiles:
+            raise ValueError(
+                f"critic.drop ({self.critic.drop}) would leave none of the 2 x "
+                f"{self.critic.quantiles} quantiles: it must be below {2 * self.critic.quantiles}"
+            )
+        if self.name is not None and not slug(self.name):
+            raise ValueError(f"name ({self.name!r}) has no letter or digit to name a directory by")
+        return self
+
+    @classmethod
+    def for_env(cls, env: str, **overrides: Any) -> Config:
+        """The defaults, the task's preset `configs/<task>.yaml` over them, `overrides` over both.
+
+        Overrides are fields (`seed=1`) or mappings for sections (`learning={"gamma": 0.98}`).
+        """
+        return resolve(preset_for(env), {"env": env}, overrides)
+
+    def dump(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and mappings: what `config.yaml` holds."""
+        return self.model_dump(mode="json")
+
+
+def slug(text: str) -> str:
+    """Letters, digits, `.`, `_` and `-` of a text, safe as one directory name."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")
+
+
+def preset_for(env: str) -> dict[str, Any]:
+    """The preset of an environment, `configs/<id without namespace and version>.yaml`, or {}."""
+    task = re.sub(r"-v\d+$", "", env.rsplit("/", 1)[-1]).lower()
+    path = CONFIGS / f"{slug(task)}.yaml"
+    return load_yaml(path) if path.is_file() else {}
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """One preset or `config.yaml` as a mapping. Raises ConfigError naming the file."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, found {type(content).__name__}")
+    return content
+
+
+def merge(*layers: dict[str, Any]) -> dict[str, Any]:
+    """Later layers over earlier ones, section by section."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if isinstance(value, BaseModel):
+                value = value.model_dump()
+            old = merged.get(key)
+            both = isinstance(old, dict) and isinstance(value, dict) and key != "env_kwargs"
+            merged[key] = merge(old or {}, value) if both else value
+    return merged
+
+
+def resolve(*layers: dict[str, Any]) -> Config:
+    """A validated Config of the layers, later over earlier. Raises ConfigError."""
+    return Config(**merge(*layers))
+
+
+def partial(layer: dict[str, Any]) -> Config:
+    """A Config whose fields may still contradict each other, for flags to be laid over."""
+    token = _incomplete.set(True)
+    try:
+        return Config(**layer)
+    finally:
+        _incomplete.reset(token)
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, type[Section]]:
+    """Dotted name of every field, with the section that owns it."""
+    names: dict[str, type[Section]] = {}
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            names |= fields(annotation, f"{prefix}{name}.")
+        else:
+            names[prefix + name] = section
+    return names
+
+
+def explain(error: ValidationError, section: type[Section]) -> str:
+    """pydantic's findings as one line each, unknown keys with the nearest right one."""
+    known = fields()
+    prefix = next(name.rpartition(".")[0] for name, owner in known.items() if owner is section)
+    lines = []
+    for finding in error.errors():
+        path = ".".join([prefix, *map(str, finding["loc"])] if prefix else map(str, finding["loc"]))
+        # A union reports each of its members under a tag of its own; the field is what users know.
+        owners = [name for name in known if path == name or path.startswith(name + ".")]
+        name = owners[0] if owners else path
+        if finding["type"] == "extra_forbidden":
+            lines.append(f"unknown option `{path}`" + nearest(path, list(known)))
+        elif finding["type"] == "value_error":
+            lines.append((f"{name}: " if name else "") + str(finding["ctx"]["error"]))
+        else:
+            lines.append(f"{name}: {finding['msg'].lower()}, found {finding['input']!r}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def nearest(path: str, known: list[str]) -> str:
+    """A hint at the right name of an unknown option, its section included."""
+    tails = {name.rpartition(".")[2]: name for name in known}
+    close = difflib.get_close_matches(path, known, 1)
+    close += [tails[t] for t in difflib.get_close_matches(path.rpartition(".")[2], tails, 1)]
+    return f"; did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,248 @@
+"""Gymnasium environments as sansac steps them: checked, seeded an episode, side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from sansac.config import Config, ConfigError
+
+MakeEnv = Callable[[], gym.Env]
+
+TRAINING, EVALUATION = 0, 1
+
+
+class NonFiniteError(FloatingPointError):
+    """An environment gave, or an update produced, a NaN or an infinity."""
+
+
+def episode_seed(purpose: int, seed: int, *index: int) -> int:
+    """A 31-bit seed that is a function of (purpose, seed, index).
+
+    The last bit is the purpose, so no evaluation episode ever runs on a training episode's seed.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *index))
+    return int(sequence.generate_state(1)[0] >> 2) * 2 + purpose
+
+
+def env_factory(config: Config, render_mode: str | None = None) -> MakeEnv:
+    """A factory of the configured environment. Raises ConfigError where it cannot be made."""
+    if ":" in config.env:
+        raise ConfigError(
+            f"env: {config.env!r} would import the module before the colon; import it in your own "
+            "script and pass `Manager(config, make_env=...)` instead"
+        )
+    return partial(_make, config.env, config.env_kwargs, render_mode)
+
+
+def _make(env: str, kwargs: dict[str, Any], render_mode: str | None) -> gym.Env:
+    try:
+        return gym.make(env, render_mode=render_mode, disable_env_checker=True, **kwargs)
+    except gym.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            f"env: {env!r} needs a package that is not installed ({error}); the MuJoCo tasks come "
+            "with `pip install -e .[mujoco]`"
+        ) from None
+    except (gym.error.Error, TypeError, ValueError) as error:
+        given = f" with env_kwargs {kwargs}" if kwargs else ""
+        raise ConfigError(f"env: cannot make {env!r}{given}: {error}") from None
+
+
+def check_spaces(env: gym.Env, name: str) -> None:
+    """Raises ConfigError unless observations are a flat Box and actions a finite, flat Box."""
+    supported = "sansac supports a flat Box observation, shape (n,), and a flat Box action, shape "
+    supported += "(m,), with finite bounds and low < high"
+    observation, action = env.observation_space, env.action_space
+    if not isinstance(observation, Box) or len(observation.shape) != 1 or not observation.shape[0]:
+        raise ConfigError(
+            f"env: {name!r} has the observation space {observation}; {supported} "
+            "(gymnasium.wrappers.FlattenObservation makes one of most spaces)"
+        )
+    if not isinstance(action, Box) or len(action.shape) != 1 or not action.shape[0]:
+        hint = " (try --env-kwargs continuous=True)" if name.startswith("LunarLander") else ""
+        raise ConfigError(f"env: {name!r} has the action space {action}; {supported}{hint}")
+    if not np.issubdtype(action.dtype, np.floating):
+        raise ConfigError(f"env: {name!r} has integer actions {action}; {supported}")
+    if not (np.isfinite(action.low).all() and np.isfinite(action.high).all()):
+        raise ConfigError(
+            f"env: {name!r} has infinite action bounds {action}; {supported} "
+            "(gymnasium.wrappers.RescaleAction or ClipAction sets them)"
+        )
+    if not (action.low < action.high).all():
+        raise ConfigError(f"env: {name!r} has an empty range in its action space; {supported}")
+
+
+class ActionScale:
+    """Maps the tanh's action in [-1, 1] to each dimension's own [low, high]."""
+
+    def __init__(self, space: Box) -> None:
+        self.low, self.high = space.low.astype(np.float64), space.high.astype(np.float64)
+        self.dtype = space.dtype
+
+    def __call__(self, action: np.ndarray) -> np.ndarray:
+        scaled = self.low + (action.astype(np.float64) + 1) * 0.5 * (self.high - self.low)
+        return np.clip(scaled, self.low, self.high).astype(self.dtype)
+
+
+class Episodic(gym.Wrapper):
+    """One of several environments, whose episode is a function of its seed and its actions."""
+
+    def __init__(self, env: gym.Env, index: int = 0) -> None:
+        super().__init__(env)
+        self.index = index
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        # A Box2D world keeps contact caches across resets, and episodes then differ by their
+        # predecessors; a new one takes about a millisecond.
+        inner: Any = self.env.unwrapped
+        if hasattr(inner, "world") and hasattr(inner, "_destroy"):
+            inner._destroy()
+            inner.world = type(inner.world)(gravity=inner.world.gravity)
+        return self.env.reset(seed=seed, options=options)
+
+    def replay(self, seeds: list[int], actions: list[np.ndarray]) -> np.ndarray:
+        """The observation after this environment's own actions, [steps, act], from its own seed."""
+        observation, _ = self.reset(seed=seeds[self.index])
+        for action in actions[self.index]:
+            observation = self.step(action)[0]
+        return observation
+
+
+def _worker(make_env: MakeEnv, index: int) -> gym.Env:
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the manager's to handle
+    return Episodic(make_env(), index)
+
+
+def unvectorized(make_env: MakeEnv) -> list[MakeEnv]:
+    """Factories of single environments. A user's own Gymnasium vector environment is taken apart,
+    so that its autoreset mode does not matter. Raises ConfigError where that cannot be done."""
+    env: Any = make_env()
+    try:
+        if not isinstance(env, VectorEnv):
+            return [make_env]
+        if isinstance(env, (SyncVectorEnv, AsyncVectorEnv)):
+            return list(env.env_fns)
+        raise ConfigError(
+            f"make_env returned the vector environment {type(env).__name__}: return one "
+            "gymnasium.Env; sansac steps several side by side itself (num_envs)"
+        )
+    finally:
+        env.close()
+
+
+class Step(NamedTuple):
+    """A step of every environment; arrays [num_envs, ...]."""
+
+    observation: np.ndarray  # before the step
+    reward: np.ndarray
+    next_observation: np.ndarray  # the true last one where the episode ended
+    terminated: np.ndarray
+    truncated: np.ndarray
+    episodes: list[tuple[float, int]]  # return and length of those that ended
+
+
+class Rollout:
+    """`num_envs` environments stepped side by side, each episode from a seed of its own.
+
+    Autoreset is off: a finished environment is reset here, after its last observation was handed
+    out, so no reset step can be mistaken for a transition.
+    """
+
+    def __init__(self, factories: list[MakeEnv], config: Config) -> None:
+        self.seed, self.num_envs = config.seed, config.num_envs
+        makers = [partial(_worker, factories[i % len(factories)], i) for i in range(self.num_envs)]
+        self.envs: SyncVectorEnv | AsyncVectorEnv = (
+            AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED, context="spawn")
+            if config.async_envs
+            else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+        )
+        self.episode = [0] * self.num_envs
+        self.actions: list[list[np.ndarray]] = [[] for _ in range(self.num_envs)]
+        self.returns = np.zeros(self.num_envs)
+        self.observation = self._reset(np.ones(self.num_envs, bool))
+
+    def _seeds(self) -> list[int]:
+        return [episode_seed(TRAINING, self.seed, i, k) for i, k in enumerate(self.episode)]
+
+    def _reset(self, mask: np.ndarray) -> np.ndarray:
+        seeds: Any = self._seeds()
+        observation, _ = self.envs.reset(seed=seeds, options={"reset_mask": mask.copy()})
+        self._check_finite("observation", observation, "reset")
+        return observation
+
+    def step(self, action: np.ndarray) -> Step:
+        """Step with actions [num_envs, act] of the environment's own scale.
+
+        Raises NonFiniteError naming the environment, the step of its episode and the entry.
+        """
+        self._check_finite("action", action, "step")
+        before = self.observation
+        observation, reward, terminated, truncated, _ = self.envs.step(action)
+        for i, history in enumerate(self.actions):
+            history.append(action[i].copy())
+        self._check_finite("observation", observation, "step")
+        self._check_finite("reward", reward, "step")
+        self.returns += reward
+        self.observation = observation
+
+        episodes = []
+        done = terminated | truncated
+        if done.any():
+            for i in map(int, np.flatnonzero(done)):
+                episodes.append((float(self.returns[i]), len(self.actions[i])))
+                self.episode[i] += 1
+                self.actions[i] = []
+            self.returns[done] = 0.0
+            self.observation = self._reset(done)
+        return Step(before, reward, observation, terminated, truncated, episodes)
+
+    def _check_finite(self, what: str, values: np.ndarray, when: str) -> None:
+        if np.isfinite(values).all():
+            return
+        index = np.argwhere(~np.isfinite(values))[0]
+        i, entry = int(index[0]), [int(k) for k in index[1:]]
+        place = f"entry {entry[0]} of the {what}" if entry else f"the {what}"
+        raise NonFiniteError(
+            f"environment {i}: {place} is {values[tuple(index)]} at {when} "
+            f"{len(self.actions[i])} of its episode {self.episode[i]}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to bring every environment back to this very step."""
+        return {
+            "episode": list(self.episode),
+            "actions": [torch.from_numpy(np.array(history)) for history in self.actions],
+            "returns": torch.from_numpy(self.returns.copy()),
+            "observation": torch.from_numpy(self.observation.copy()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[int]:
+        """Replay each current episode from its seed; returns the environments that did not come
+        back to the same observation and start a fresh episode instead."""
+        self.episode = list(state["episode"])
+        actions = [history.numpy() for history in state["actions"]]
+        self.actions = [list(history) for history in actions]
+        self.returns = state["returns"].numpy().copy()
+        self._reset(np.ones(self.num_envs, bool))
+        self.observation = np.stack(self.envs.call("replay", self._seeds(), actions))
+        same = (self.observation == state["observation"].numpy()).all(-1)
+        if not same.all():
+            for i in np.flatnonzero(~same):
+                self.episode[i] += 1
+                self.actions[i] = []
+            self.returns[~same] = 0.0
+            self.observation = self._reset(~same)
+        return [int(i) for i in np.flatnonzero(~same)]
+
+    def close(self) -> None:
+        self.envs.close()

@@ -1,0 +1,153 @@
+"""A trained policy as a function, its evaluation over seeded episodes, and its video."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from scipy.stats import trim_mean
+
+from sansac.algorithm import SAC
+from sansac.environments import EVALUATION, ActionScale, Episodic, MakeEnv, episode_seed
+from sansac.spiking import SpikingActor
+
+MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
+
+
+class Policy:
+    """policy(observation) -> action, numpy in, numpy out, deterministic: the tanh of the mean.
+
+    One observation [obs] gives one action [act] of the environment's own scale; a batch [B, obs]
+    gives [B, act]. Raises ValueError for a wrong shape or a value that is not finite.
+    """
+
+    def __init__(self, algorithm: SAC, scale: ActionScale) -> None:
+        self.algorithm, self.scale = algorithm, scale
+        self.observation_size = algorithm.norm.mean.numel()
+
+    def __call__(self, observation: np.ndarray) -> np.ndarray:
+        return self.scale(self._run(observation, self.algorithm.act))
+
+    def sample(self, observation: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """An action drawn from the policy with a stream of the caller's."""
+        return self.scale(self._run(observation, lambda x: self.algorithm.sample(x, generator)))
+
+    def _run(
+        self, observation: np.ndarray, act: Callable[[torch.Tensor], torch.Tensor]
+    ) -> np.ndarray:
+        array = np.asarray(observation, dtype=np.float32)
+        if array.shape[-1:] != (self.observation_size,) or array.ndim > 2:
+            raise ValueError(
+                f"expected an observation of shape ({self.observation_size},) or "
+                f"(batch, {self.observation_size}), found {array.shape}"
+            )
+        if not np.isfinite(array).all():
+            raise ValueError(f"observation is not finite: {array}")
+        batch = torch.from_numpy(np.atleast_2d(array)).to(self.algorithm.device)
+        return act(batch).cpu().numpy().reshape(*array.shape[:-1], -1)
+
+    def firing_rates(self, observations: np.ndarray) -> list[float] | None:
+        """Spikes a neuron a simulation step of each layer over [B, obs]; None for a dense actor."""
+        actor = self.algorithm.policy_actor
+        if not isinstance(actor, SpikingActor):
+            return None
+        batch = torch.from_numpy(observations).to(self.algorithm.device)
+        traces = actor.trace(self.algorithm.normalize(batch))
+        return [float(trace.spikes.mean()) for trace in traces]
+
+
+def evaluate(
+    policy: Policy,
+    make_env: MakeEnv,
+    *,
+    episodes: int,
+    seed: int,
+    stochastic: bool = False,
+    on_episode: Callable[[float], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Run episodes 0..episodes-1, each on a seed derived from (seed, episode), to their end.
+
+    Actions are computed one observation at a time, so an episode's numbers depend on nothing but
+    the policy and its seed. Returns `returns`, their statistics, `length_mean` and, for a spiking
+    actor, `firing_rate` a layer; None where `should_stop` cut it short.
+    """
+    env = Episodic(make_env())
+    returns: list[float] = []
+    lengths: list[int] = []
+    rates: list[list[float]] = []
+    try:
+        for episode in range(episodes):
+            episode_return, observations = run_episode(
+                policy, env, episode_seed(EVALUATION, seed, episode), stochastic, should_stop
+            )
+            if should_stop():
+                return None
+            returns.append(episode_return)
+            lengths.append(len(observations))
+            rates += [r] if (r := policy.firing_rates(observations)) else []
+            on_episode(episode_return)
+    finally:
+        env.close()
+    result: dict[str, Any] = {
+        "returns": returns,
+        "return_mean": float(np.mean(returns)),
+        "return_std": float(np.std(returns)),
+        "return_iqm": float(trim_mean(returns, 0.25)),
+        "return_min": float(np.min(returns)),
+        "return_max": float(np.max(returns)),
+        "length_mean": float(np.mean(lengths)),
+    }
+    if rates:
+        result["firing_rate"] = np.average(rates, axis=0, weights=lengths).tolist()
+    return result
+
+
+def run_episode(
+    policy: Policy,
+    env: gym.Env,
+    seed: int,
+    stochastic: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[float, np.ndarray]:
+    """One episode to its end: its undiscounted return and its observations [steps, obs]."""
+    generator = torch.Generator(policy.algorithm.device).manual_seed(seed)
+    observation, _ = env.reset(seed=seed)
+    observations: list[np.ndarray] = []
+    total = 0.0
+    while not should_stop() and len(observations) < MAX_EPISODE_STEPS:
+        observations.append(np.asarray(observation, np.float32))
+        action = policy.sample(observation, generator) if stochastic else policy(observation)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        total += float(reward)
+        on_step()
+        if terminated or truncated:
+            break
+    return total, np.array(observations, np.float32).reshape(len(observations), -1)
+
+
+def record_video(policy: Policy, env: gym.Env, seed: int, path: Path) -> float:
+    """Film one deterministic episode to an MP4 file; returns its return.
+
+    The environment must have been made with `render_mode="rgb_array"`.
+    """
+    import imageio
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frames_per_second = env.metadata.get("render_fps") or 30
+    env = Episodic(env)
+    frames: list[np.ndarray] = []
+    total, _ = run_episode(
+        policy,
+        env,
+        episode_seed(EVALUATION, seed, 0),
+        on_step=lambda: frames.append(np.asarray(env.render(), np.uint8)),
+    )
+    env.close()
+    imageio.mimwrite(path, frames, fps=frames_per_second, macro_block_size=2)
+    return total

@@ -1,0 +1,622 @@
+"""The training loop: collect, learn, evaluate, checkpoint; and what evaluates a trained agent."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any, SupportsFloat
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor
+
+from sansac import checkpoint, kernels
+from sansac.algorithm import SAC
+from sansac.config import Config, ConfigError, resolve
+from sansac.environments import (
+    ActionScale,
+    MakeEnv,
+    NonFiniteError,
+    Rollout,
+    check_spaces,
+    env_factory,
+    unvectorized,
+)
+from sansac.evaluation import Policy, evaluate, record_video
+from sansac.logger import Logger
+from sansac.plots import plot_learning_curve
+from sansac.progress import Progress
+from sansac.replay import Batch, ReplayBuffer
+from sansac.spiking import SpikingActor
+
+# What a resumed run may change: how long, how often, where; never what is learned.
+CHANGEABLE = (
+    "total_steps", "log_every", "eval_every", "eval_episodes", "final_episodes",
+    "checkpoint_every", "stop_at_return", "device", "video", "wandb", "wandb_project",
+    "tensorboard", "runs_dir",
+)  # fmt: skip
+
+# What a checkpoint holds beside networks, environments and buffer: attributes of Manager.
+COUNTERS = (
+    "step", "updates", "episodes", "collect_seconds", "learn_seconds", "logged_step",
+    "evaluated_step", "saved_step", "best_return", "last_return", "learning_from",
+)  # fmt: skip
+
+
+class Manager:
+    """Trains and evaluates one agent. Touches no disk, wandb or NVML before `train()`.
+
+    `make_env` returns a new `gymnasium.Env`; without it the environment is made from
+    `config.env`. Raises ConfigError for what cannot be trained.
+    """
+
+    def __init__(self, config: Config, make_env: MakeEnv | None = None) -> None:
+        self._custom_env = make_env
+        self._factories = unvectorized(make_env or env_factory(config))
+        probe = self._factories[0]()
+        check_spaces(probe, config.env)
+        self.scale = ActionScale(probe.action_space)  # type: ignore[arg-type]
+        self.observation_dtype = np.dtype(probe.observation_space.dtype)
+        (self.observation_size,) = probe.observation_space.shape or ()
+        (self.action_size,) = probe.action_space.shape or ()
+        self.stop_at = stopping_return(config, probe)
+        probe.close()
+        check_memory(config, self.observation_size, self.action_size, self.observation_dtype)
+
+        if config.device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        else:
+            device = config.device
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device: torch sees no GPU for 'cuda'; use --device cpu")
+        self.device = device
+        self.threads = auto_threads() if config.threads == "auto" else config.threads
+        torch.set_num_threads(self.threads)
+        self.backend: str | None = None
+        if config.san:
+            try:
+                self.backend = kernels.backend_for(config.spiking.backend, torch.device(device))
+            except ValueError as error:
+                raise ConfigError(f"spiking.backend: {error}") from None
+        self.config = config
+        self.algorithm = SAC(config, self.observation_size, self.action_size, device)
+        self.policy = Policy(self.algorithm, self.scale)
+
+        self.run_dir: Path | None = None
+        self.rollout: Rollout
+        self.replay: ReplayBuffer
+        self.logger: Logger
+        self.progress: Progress
+        self.batch: Batch | None = None  # the last one, for the spiking statistics
+        self.metrics: dict[str, Tensor] = {}  # the last update's
+        self.interrupted = 0  # number of the signal that asked for an end
+        self.loaded_from: str | None = None
+        self._resumed: dict[str, Any] = {}
+
+        self.step = self.updates = self.episodes = 0
+        self.collect_seconds = self.learn_seconds = 0.0
+        self.logged_step = self.evaluated_step = self.saved_step = 0
+        self.best_return: float | None = None
+        self.last_return = -math.inf
+        # Updates are counted from here, so that refilling a lost buffer causes no burst of them.
+        self.learning_from = (config.learning.learning_starts, 0)
+        self.measured = (0, 0, 0.0, 0.0)  # steps, updates, seconds at the last training row
+
+    # -- training ----------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Train to `total_steps` in a run directory; returns the final evaluation.
+
+        SIGINT or SIGTERM end it after the current step, with a checkpoint: the result is then {}
+        and `interrupted` holds the signal's number.
+        """
+        if self.finished:
+            return checkpoint.read_record(self.directory).get("final", {})
+        if self.run_dir is None:
+            self.run_dir = checkpoint.make_run_dir(self.config)
+        with checkpoint.locked(self.run_dir), self._signals():
+            checkpoint.write_config(self.config, self.run_dir)
+            self._record("running")
+            try:
+                result = self._train()
+            except BaseException:
+                self._record("failed")
+                raise
+            self._record("interrupted" if self.interrupted else "finished", final=result)
+        return result
+
+    def _train(self) -> dict[str, Any]:
+        config, run_dir = self.config, self.directory
+        description = f"{config.env} {config.actor_name}"
+        with (
+            Logger(config, run_dir, device=self.device, resume_step=self.step or None) as logger,
+            Progress(config.total_steps, self.step, description) as progress,
+            self._rollout(progress),
+        ):
+            self.logger, self.progress = logger, progress
+            progress.note(f"{run_dir}: {self._engine()}")
+            while not self._done():
+                self.collect()
+                self.learn()
+                if crossed(self.step, self.logged_step, config.log_every):
+                    self._log_training()
+                if self._done():
+                    break
+                if crossed(self.step, self.evaluated_step, config.eval_every):
+                    self._evaluate_and_keep_best()
+                if crossed(self.step, self.saved_step, config.checkpoint_every):
+                    self.save_checkpoint()
+            result = {} if self.interrupted else self._finish()
+            self.save_checkpoint()
+            if self.interrupted:
+                progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
+            return result
+
+    def collect(self) -> None:
+        """Step every environment once and store the transitions."""
+        started = time.perf_counter()
+        observation = torch.from_numpy(self.rollout.observation).float().to(self.device)
+        warming_up = self.step < self.config.learning.learning_starts
+        explore = self.algorithm.explore_uniformly if warming_up else self.algorithm.explore
+        action = explore(observation).cpu().numpy()
+        step = self.rollout.step(self.scale(action))
+        self.replay.add(
+            step.observation,
+            action,
+            step.reward,
+            step.next_observation,
+            step.terminated,
+            step.truncated,
+        )
+        self.algorithm.norm.update(observation)
+        self.step += self.config.num_envs
+        self.collect_seconds += time.perf_counter() - started
+        for episode_return, length in step.episodes:
+            self.episodes += 1
+            episode = {"episode_return": episode_return, "episode_length": length}
+            self._log({f"train/{k}": v for k, v in (episode | {"episodes": self.episodes}).items()})
+            self.progress.update(self.step, self.updates, episode_return=episode_return)
+
+    def learn(self) -> None:
+        """Update until `update_to_data` updates were made for each step since learning began."""
+        started = time.perf_counter()
+        from_step, from_updates = self.learning_from
+        steps = self.step - from_step
+        due = from_updates + math.floor(steps * self.config.learning.update_to_data + 1e-9)
+        if self.updates < due:
+            self.algorithm.scale_learning_rates(self._learning_rate_factor())
+        while self.updates < due:
+            self.batch = self.replay.sample(self.config.learning.batch_size)
+            self.metrics = self.algorithm.update(self.batch)
+            self.updates += 1
+        self.learn_seconds += time.perf_counter() - started
+        self.progress.update(self.step, self.updates)
+
+    def _learning_rate_factor(self) -> float:
+        """1, then linearly down to 0.1 over the last `anneal` share of training."""
+        share = self.config.learning.anneal
+        left = max(0.0, 1 - self.step / self.config.total_steps)
+        return 1.0 if left >= share else 0.1 + 0.9 * left / share
+
+    def _done(self) -> bool:
+        reached = self.stop_at is not None and self.last_return >= self.stop_at
+        return bool(self.interrupted) or reached or self.step >= self.config.total_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its end and was evaluated there."""
+        return self.step > 0 and self._done() and self.evaluated_step == self.step
+
+    def _finish(self) -> dict[str, Any]:
+        """The evaluation, picture and video that end a run."""
+        config, run_dir = self.config, self.directory
+        self.progress.note(f"final evaluation over {config.final_episodes} episodes")
+        result = self._evaluate_and_keep_best(config.final_episodes)
+        if not result:
+            return {}
+        plot_learning_curve(run_dir)
+        if config.video:
+            path = run_dir / "videos" / f"step-{self.step}.mp4"
+            try:
+                self.record_video(path)
+                self.logger.save_artifact(path, f"{run_dir.name}-video", "video")
+            except ConfigError as error:
+                self.progress.note(f"no video: {error}")
+        agent = run_dir / "checkpoints" / "best.pt"
+        self.logger.save_artifact(agent, f"{run_dir.name}-best", "model")
+        return result
+
+    # -- evaluation --------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        episodes: int = 100,
+        seed: int = 0,
+        stochastic: bool = False,
+        on_episode: Callable[[float], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """Returns and their statistics over `episodes`, each on a seed derived from (seed, i).
+
+        The numbers depend on the policy and these arguments alone; training streams do not move.
+        Keys as `evaluate --json` prints them; {} where a signal cut it short.
+        """
+        result = evaluate(
+            self.policy,
+            self._factories[0],
+            episodes=episodes,
+            seed=seed,
+            stochastic=stochastic,
+            on_episode=on_episode,
+            should_stop=lambda: bool(self.interrupted),
+        )
+        if result is None:
+            return {}
+        return {
+            "env": self.config.env,
+            "actor": self.config.actor_name,
+            "checkpoint": self.loaded_from,
+            "step": self.step,
+            "episodes": episodes,
+            "seed": seed,
+            **result,
+        }
+
+    def record_video(self, path: Path, seed: int = 0) -> None:
+        """Film the first evaluation episode of `seed` to an MP4 file.
+
+        Raises ConfigError where the environment gives no frames.
+        """
+        env = (self._custom_env or env_factory(self.config, "rgb_array"))()
+        if env.render_mode != "rgb_array":
+            env.close()
+            raise ConfigError('make_env: the environment\'s render_mode is not "rgb_array"')
+        record_video(self.policy, env, seed, path)
+
+    def _evaluate_and_keep_best(self, episodes: int | None = None) -> dict[str, Any]:
+        """Evaluate on episodes that no other evaluation of the run uses; keep the best policy.
+
+        The last evaluation runs on seed 0, the same unseen episodes for every run.
+        """
+        started = time.perf_counter()
+        seed = self.step if episodes is None else 0
+        result = self.evaluate(episodes or self.config.eval_episodes, seed)
+        if not result:
+            return {}
+        self.evaluated_step = self.step
+        self.last_return = result["return_mean"]
+        names = ("mean", "std", "iqm", "min", "max")
+        values = {f"eval/return_{name}": result[f"return_{name}"] for name in names}
+        values["eval/length_mean"] = result["length_mean"]
+        for layer, rate in enumerate(result.get("firing_rate", ())):
+            values[f"eval/firing_rate/{layer}"] = rate
+        self._log(values | {"perf/eval_seconds": time.perf_counter() - started})
+        self.progress.update(self.step, self.updates, evaluation=self.last_return)
+        if self.best_return is None or self.last_return > self.best_return:
+            self.best_return = self.last_return
+            checkpoint.save(self.directory / "checkpoints" / "best.pt", self._state())
+        return result
+
+    # -- logging -----------------------------------------------------------------------------
+
+    def _log(self, values: Mapping[str, SupportsFloat]) -> None:
+        seconds = self.collect_seconds + self.learn_seconds
+        self.logger.log(step=self.step, updates=self.updates, time=seconds, values=values)
+
+    def _log_training(self) -> None:
+        """A row of the last update's numbers. Raises NonFiniteError where a loss has blown up."""
+        values: dict[str, Any] = {"train/buffer_size": self.replay.size, **self.metrics}
+        for tag in ("loss/critic", "loss/actor"):
+            if self.metrics and not math.isfinite(float(self.metrics[tag])):
+                raise NonFiniteError(
+                    f"{tag} is {float(self.metrics[tag])} at step {self.step}, update "
+                    f"{self.updates}: lower the learning rates or scale the reward down"
+                )
+        actor = self.algorithm.actor
+        if self.batch and isinstance(actor, SpikingActor):
+            values |= actor.statistics(self.algorithm.normalize(self.batch.observation))
+        now = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
+        old = self.measured
+        steps, updates, collecting, learning = (b - a for a, b in zip(old, now, strict=True))
+        self.measured, self.logged_step = now, self.step
+        values["sac/learning_rate"] = self.algorithm.learning_rate
+        values["perf/steps_per_second"] = steps / (collecting + learning)
+        values["perf/updates_per_second"] = updates / (collecting + learning)
+        values["perf/collect_seconds"], values["perf/learn_seconds"] = collecting, learning
+        values["perf/memory_mb"] = resident_megabytes()
+        self._log(values | self.logger.gpu_metrics())
+
+    def _engine(self) -> str:
+        """What computes: actor, device, threads and, for a spiking actor, the neurons' backend."""
+        neurons = f", {self.backend} neurons" if self.backend else ""
+        return f"{self.config.actor_name} actor on {self.device}, {self.threads} threads{neurons}"
+
+    def _record(self, status: str, **more: Any) -> None:
+        record = checkpoint.read_record(self.directory) | {
+            "status": status,
+            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": self.step,
+            "command": sys.argv,
+            **provenance(),
+            "device": self.device,
+            "backend": self.backend,
+            "threads": self.threads,
+            **more,
+        }
+        checkpoint.write_record(self.directory, record)
+
+    # -- state -------------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> Path:
+        if self.run_dir is None:
+            raise RuntimeError("there is no run directory before train()")
+        return self.run_dir
+
+    def _state(self) -> dict[str, Any]:
+        """The algorithm, counters and the configuration: a checkpoint without the buffer."""
+        return {
+            "config": self.config.dump(),
+            "sizes": [self.observation_size, self.action_size],
+            "algorithm": self.algorithm.state_dict(),
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "rollout": self.rollout.state_dict(),
+        }
+
+    def save_checkpoint(self) -> None:
+        """Write last.pt, everything a resume needs; its predecessor becomes previous.pt."""
+        self.saved_step = self.step
+        directory = self.directory / "checkpoints"
+        state = self._state() | {"replay": self.replay.state_dict()}
+        checkpoint.save(directory / "last.pt", state, keep=directory / "previous.pt")
+
+    @classmethod
+    def resume(
+        cls,
+        run_dir: str | Path,
+        make_env: MakeEnv | None = None,
+        which: str = "last",
+        **changes: Any,
+    ) -> Manager:
+        """A manager whose `train()` goes on with a run where its checkpoint stands.
+
+        The run's own configuration is taken whole; `changes` may name fields of CHANGEABLE alone.
+        Raises ConfigError for another change, CheckpointError for a checkpoint that cannot be
+        loaded.
+        """
+        run_dir = Path(run_dir)
+        config = checkpoint.read_config(run_dir)
+        changed = resolve(config.dump(), changes)
+        refuse_other_changes(config, changed)
+        if changed.threads == "auto":  # sums differ between thread counts: keep the run's own
+            threads = checkpoint.read_record(run_dir).get("threads", "auto")
+            changed = resolve(changed.dump(), {"threads": threads})
+        manager = cls(changed, make_env)
+        manager.run_dir = run_dir
+        path = run_dir / "checkpoints" / f"{which}.pt"
+        if which != "last" or path.exists() or path.with_name("previous.pt").exists():
+            manager._load_state(path)
+        return manager
+
+    @classmethod
+    def load(
+        cls, path: str | Path, which: str = "last", make_env: MakeEnv | None = None
+    ) -> Manager:
+        """A trained agent from a run or an agent directory, to evaluate or call as `policy`.
+
+        `which` is last, previous, best or a checkpoint file. Loads on any device.
+        """
+        path = Path(path)
+        manager = cls(resolve(checkpoint.read_config(path).dump(), {"device": "auto"}), make_env)
+        if (path / "agent.pt").is_file():
+            file = path / "agent.pt"
+        elif which in ("last", "previous", "best"):
+            file = path / "checkpoints" / f"{which}.pt"
+        else:
+            file = Path(which)
+        state = manager._read(file)
+        manager.algorithm.load_weights(state["algorithm"])
+        manager.step = state["counters"]["step"]
+        manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
+        return manager
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write an agent directory: config.yaml, agent.pt (weights and normaliser), README.md.
+
+        Raises ConfigError where it exists and is not empty, unless `overwrite`.
+        """
+        path = Path(path)
+        if path.exists() and any(path.iterdir()) and not overwrite:
+            raise ConfigError(f"{path} is not empty; choose another directory or pass overwrite")
+        path.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_config(self.config, path)
+        state = {
+            "config": self.config.dump(),
+            "sizes": [self.observation_size, self.action_size],
+            "algorithm": self.algorithm.weights(),
+            "counters": {"step": self.step},
+        }
+        checkpoint.save(path / "agent.pt", state)
+        card = agent_card(self.config, self.step, self.updates)
+        checkpoint.write_atomically(path / "README.md", lambda file: file.write(card.encode()))
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """A checkpoint that fits this manager. Raises CheckpointError naming what does not."""
+        state = checkpoint.load(path, self.device)
+        expected = {
+            "env": self.config.env,
+            "actor": self.config.actor_name,
+            "sizes": [self.observation_size, self.action_size],
+        }
+        theirs = resolve(state["config"])
+        found = {"env": theirs.env, "actor": theirs.actor_name, "sizes": state["sizes"]}
+        for key, value in expected.items():
+            if found[key] != value:
+                raise checkpoint.CheckpointError(
+                    f"{path} was saved with {key} {found[key]}; expected {value}"
+                )
+        return state
+
+    def _load_state(self, path: Path) -> None:
+        state = self._read(path)
+        try:
+            self.algorithm.load_state_dict(state["algorithm"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise checkpoint.CheckpointError(f"{path} does not fit its config: {error}") from None
+        for name in COUNTERS:
+            setattr(self, name, state["counters"][name])
+        self.measured = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
+        self._resumed = state
+        self.loaded_from = path.stem
+
+    @contextmanager
+    def _rollout(self, progress: Progress) -> Iterator[None]:
+        """Environments and replay buffer: new, or as the checkpoint left them."""
+        config = self.config
+        self.rollout = Rollout(self._factories, config)
+        try:
+            self.replay = ReplayBuffer(
+                config.replay.capacity,
+                self.observation_size,
+                self.action_size,
+                num_envs=config.num_envs,
+                n_step=config.learning.n_step,
+                gamma=config.learning.gamma,
+                seed=config.seed,
+                observation_dtype=self.observation_dtype,
+                device=self.device,
+            )
+            state, self._resumed = self._resumed, {}
+            if state:
+                fresh = self.rollout.load_state_dict(state["rollout"])
+                if fresh:
+                    progress.note(f"environments {fresh} did not replay; they start a new episode")
+                if "replay" in state:
+                    self.replay.load_state_dict(state["replay"])
+                else:
+                    start = self.step + config.learning.learning_starts
+                    self.learning_from = (start, self.updates)
+                    progress.note(
+                        f"{self.loaded_from}.pt has no replay buffer: refilling to {start}"
+                    )
+            yield
+        finally:
+            self.rollout.close()
+
+    # -- signals -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM ask for a clean end; a second one ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.interrupted:
+                os._exit(128 + number)
+            self.interrupted = number
+
+        old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def crossed(step: int, last: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (last, step]; never for 0."""
+    return every > 0 and step // every > last // every
+
+
+def stopping_return(config: Config, env: gym.Env) -> float | None:
+    if config.stop_at_return != "threshold":
+        return config.stop_at_return
+    threshold = env.spec.reward_threshold if env.spec else None
+    if threshold is None:
+        raise ConfigError(f"stop_at_return: {config.env!r} names no threshold; give a number")
+    return threshold
+
+
+def check_memory(config: Config, observation_size: int, action_size: int, dtype: Any) -> None:
+    """Raises ConfigError where the full replay buffer would not fit this machine's memory."""
+    need = ReplayBuffer.bytes_needed(
+        config.replay.capacity, observation_size, action_size, 1 if dtype == np.uint8 else 4
+    )
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > 0.9 * have:
+        fits = int(config.replay.capacity * 0.9 * have / need)
+        raise ConfigError(
+            f"replay.capacity: {config.replay.capacity} transitions take {need / 2**30:.1f} GiB "
+            f"and this machine has {have / 2**30:.1f} GiB; at most {fits} fit"
+        )
+
+
+def refuse_other_changes(old: Config, new: Config) -> None:
+    """Raises ConfigError where a resumed run differs in more than CHANGEABLE."""
+    before, after = old.dump(), new.dump()
+    other = sorted(key for key in before if before[key] != after[key] and key not in CHANGEABLE)
+    if other:
+        raise ConfigError(
+            f"{', '.join(other)}: cannot change when a run is resumed; start a new run instead "
+            f"(a resumed run may change {', '.join(CHANGEABLE)})"
+        )
+
+
+def auto_threads() -> int:
+    """Two where there are two cores: more do not pay at these sizes."""
+    return min(2, os.cpu_count() or 1)
+
+
+def resident_megabytes() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def provenance() -> dict[str, Any]:
+    """The commit of this code, whether it was changed since, and versions of what computes."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str | None:
+        try:
+            run = subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    packages = ("torch", "gymnasium", "spikingjelly", "numpy")
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def agent_card(config: Config, step: int, updates: int) -> str:
+    """README.md of an agent directory."""
+    return f"""# {config.env}, {config.actor_name} actor
+
+A soft actor-critic agent trained by sansac: seed {config.seed}, {step:,} environment steps,
+{updates:,} updates. `agent.pt` holds the actor's weights and the observation normaliser,
+`config.yaml` everything else.
+
+    python runner.py evaluate {"<this directory>"}
+"""

@@ -1,0 +1,249 @@
+"""The dense actor, the critics, the squashed Gaussian and the observation normaliser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sansac.config import Actor as ActorConfig
+from sansac.config import Critic as CriticConfig
+
+LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
+
+
+def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample a = tanh(u), u = mean + exp(log_std) noise, and its log-probability.
+
+    mean, log_std, noise: [B, A]; returns the action in (-1, 1), [B, A], and log pi(a|s), [B], the
+    density of the unscaled action: an affine map to the environment's bounds would subtract the
+    constant log of its slope. The tanh correction log(1 - tanh(u)^2) = 2 (log 2 - u -
+    softplus(-2u)) is taken from the pre-tanh sample, so it is exact where tanh saturates
+    (Haarnoja et al. 2018, arXiv:1812.05905, appendix C, in its stable form).
+    """
+    u = mean + log_std.exp() * noise
+    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    correction = 2 * (math.log(2) - u - F.softplus(-2 * u))
+    return torch.tanh(u), (log_prob - correction).sum(-1)
+
+
+class RunningNorm(nn.Module):
+    """Running mean and standard deviation of observations, [B, obs], clipped to [-clip, clip].
+
+    Statistics are merged batch by batch (Chan et al. 1979) in float64; only `update` moves them.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, size: int, clip: float) -> None:
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        # What forward applies, kept in float32 so that a step costs one multiply-add.
+        self.register_buffer("scale", torch.ones(size), persistent=False)
+        self.register_buffer("shift", torch.zeros(size), persistent=False)
+
+    @torch.no_grad()
+    def update(self, observation: Tensor) -> None:
+        batch = observation.to(torch.float64)
+        var, mean = torch.var_mean(batch, dim=0, correction=0)
+        n, total = len(batch), self.count + len(batch)
+        delta = mean - self.mean
+        spread = self.var * self.count + var * n + delta.square() * (self.count * n / total)
+        self.mean += delta * (n / total)
+        self.var.copy_(spread / total)
+        self.count.copy_(total)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Derive what forward applies from the statistics."""
+        scale = (self.var + 1e-8).rsqrt()
+        self.scale.copy_(scale)
+        self.shift.copy_(-self.mean * scale)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        scaled = torch.addcmul(self.shift, observation, self.scale)
+        return scaled.clamp(-self.clip, self.clip)
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super()._load_from_state_dict(*args, **kwargs)
+        self.refresh()
+
+
+def normalisation(
+    config: ActorConfig, width: int, gain: float = 1.0, bias: float = 0.0
+) -> nn.Module:
+    """What stands between a product and its activation or neuron: [B, width] in and out.
+
+    BatchNorm uses batch statistics in training mode alone, which `SAC` sets for the actor's loss.
+    """
+    norm: nn.LayerNorm | nn.BatchNorm1d
+    if config.layer_norm:
+        norm = nn.LayerNorm(width)
+    elif config.batch_norm:
+        norm = nn.BatchNorm1d(width, momentum=config.batch_norm_momentum)
+    else:
+        return nn.Identity()
+    nn.init.constant_(norm.weight, gain)
+    nn.init.constant_(norm.bias, bias)
+    return norm
+
+
+class DenseActor(nn.Module):
+    """ReLU multilayer perceptron: normalised observations to a Gaussian before the tanh."""
+
+    def __init__(self, config: ActorConfig, observation_size: int, action_size: int) -> None:
+        super().__init__()
+        widths = [observation_size, *config.hidden]
+        self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(widths))
+        self.norms = nn.ModuleList(normalisation(config, n) for n in config.hidden)
+        self.mean = nn.Linear(widths[-1], action_size)
+        self.log_std = nn.Linear(widths[-1], action_size)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, obs] -> mean and log standard deviation, each [B, act]."""
+        x = observation
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return self.mean(x), self.log_std(x).clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+
+class StackedLinear(nn.Module):
+    """`copies` independent linear layers in one batched product: [C, B, in] -> [C, B, out]."""
+
+    def __init__(self, copies: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(copies, inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(copies, 1, outputs))
+        bound = 1 / math.sqrt(inputs)  # nn.Linear's own initial range
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class StackedLayerNorm(nn.Module):
+    """LayerNorm with a gain and a bias of its own a copy: [C, B, width] in and out."""
+
+    def __init__(self, copies: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(copies, 1, width))
+        self.bias = nn.Parameter(torch.zeros(copies, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
+
+
+class TwinCritic(nn.Module):
+    """Two action-value networks Q_i(s, a), stacked (Fujimoto et al. 2018, arXiv:1802.09477)."""
+
+    copies = 2
+
+    def __init__(self, config: CriticConfig, observation_size: int, action_size: int) -> None:
+        super().__init__()
+        widths = [observation_size + action_size, *config.hidden]
+        self.layers = nn.ModuleList(StackedLinear(self.copies, *pair) for pair in pairwise(widths))
+        self.norms = nn.ModuleList(
+            StackedLayerNorm(self.copies, n) if config.layer_norm else nn.Identity()
+            for n in config.hidden
+        )
+        self.head = StackedLinear(self.copies, widths[-1], config.quantiles)
+
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        """[B, obs], [B, act] -> [2, B, quantiles]."""
+        x = torch.cat([observation, action], -1).expand(self.copies, -1, -1)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return self.head(x)
+
+    def target(self, observation: Tensor, action: Tensor) -> Tensor:
+        """What the Bellman target bootstraps from: min_i Q_i, [B, 1]."""
+        return self(observation, action).amin(0)
+
+    def value(self, observation: Tensor, action: Tensor) -> Tensor:
+        """What the actor maximises: min_i Q_i, [B]."""
+        return self(observation, action).amin(0).squeeze(-1)
+
+    def loss(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """1/2 sum_i mean_B weight (Q_i - y)^2; prediction [2, B, 1], target [B, 1], weight [B]."""
+        assert prediction.shape[1:] == target.shape, (prediction.shape, target.shape)
+        return 0.5 * ((prediction - target).square().sum((0, 2)) * weight).mean()
+
+
+class QuantileCritic(TwinCritic):
+    """Truncated quantile critics (Kuznetsov et al. 2020, arXiv:2005.04269)."""
+
+    def __init__(self, config: CriticConfig, observation_size: int, action_size: int) -> None:
+        super().__init__(config, observation_size, action_size)
+        self.kept = self.copies * config.quantiles - config.drop
+        midpoints = (torch.arange(config.quantiles) + 0.5) / config.quantiles
+        self.register_buffer("midpoints", midpoints, persistent=False)
+
+    def target(self, observation: Tensor, action: Tensor) -> Tensor:
+        """The pooled quantiles of both critics, sorted, without the `drop` largest: [B, kept]."""
+        pooled = self(observation, action).transpose(0, 1).flatten(1)
+        return pooled.sort(-1).values[:, : self.kept]
+
+    def value(self, observation: Tensor, action: Tensor) -> Tensor:
+        """What the actor maximises: the mean of all quantiles, [B]."""
+        return self(observation, action).mean((0, 2))
+
+    def loss(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """Quantile Huber loss, averaged over critics, quantiles and target atoms (paper, eq. 8).
+
+        prediction [2, B, Q], target [B, K], weight [B].
+        """
+        assert prediction.shape[1] == target.shape[0], (prediction.shape, target.shape)
+        return (QuantileHuber.apply(prediction, target, self.midpoints) * weight).mean()
+
+
+class QuantileHuber(torch.autograd.Function):
+    """Quantile Huber loss a sample, with its gradient formed in the same pass.
+
+    delta = target - prediction, w = |midpoint - 1[delta < 0]|; the loss is w huber(delta) averaged
+    over critics, quantiles and atoms, and d loss / d prediction = -w clip(delta, -1, 1). The pairs
+    [C, B, Q, K] are the cost of truncated quantile critics, so they are read few times.
+    """
+
+    @staticmethod
+    def forward(ctx, prediction: Tensor, target: Tensor, midpoints: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        copies, _, quantiles = prediction.shape
+        pairs = copies * quantiles * target.shape[1]
+        delta = target[:, None, :] - prediction[..., None]
+        clipped = delta.clamp(-1, 1)
+        midpoint = midpoints[:, None]
+        weight = torch.where(delta < 0, 1 - midpoint, midpoint)
+        delta.addcmul_(clipped, clipped.new_tensor(-0.5))  # huber(d) = c (d - c / 2), c = clip(d)
+        clipped.mul_(weight)
+        ctx.save_for_backward(clipped.sum(-1).div_(-pairs))
+        return delta.mul_(clipped).sum((0, 2, 3)) / pairs
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (slope,) = ctx.saved_tensors
+        return slope * gradient[:, None], None, None
+
+
+def make_critic(config: CriticConfig, observation_size: int, action_size: int) -> TwinCritic:
+    kind = QuantileCritic if config.quantiles > 1 else TwinCritic
+    return kind(config, observation_size, action_size)
+
+
+def mlp(widths: Sequence[int]) -> nn.Sequential:
+    """Linear layers of `widths` with ReLU between them."""
+    layers: list[nn.Module] = []
+    for m, n in pairwise(widths):
+        layers += [nn.Linear(m, n), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
