@@ -121,8 +121,8 @@ class Actor(Section):
     layer_norm: bool = False
     """LayerNorm before each activation or neuron (does not fold into weights)."""
     batch_norm: bool = False
-    """BatchNorm before each activation or neuron: batch statistics in the actor's loss, running ones
-    everywhere else; folds into the weights."""
+    """BatchNorm before each activation or neuron: batch statistics in the actor's loss, running
+    ones everywhere else; folds into the weights."""
     batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of a batch's statistics that enters the running ones."""
     average: Annotated[float, Field(gt=0, le=1)] = 1.0

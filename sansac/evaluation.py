@@ -141,7 +141,7 @@ def record_video(policy: Policy, env: gym.Env, seed: int, path: Path) -> float:
     path.parent.mkdir(parents=True, exist_ok=True)
     frames_per_second = env.metadata.get("render_fps") or 30
     env = Episodic(env)
-    frames: list[np.ndarray] = []
+    frames: list[Any] = []
     total, _ = run_episode(
         policy,
         env,

@@ -510,7 +510,7 @@ class Manager:
                     start = self.step + config.learning.learning_starts
                     self.learning_from = (start, self.updates)
                     progress.note(
-                        f"{self.loaded_from}.pt has no replay buffer: refilling to {start}"
+                        f"{self.loaded_from}.pt has no buffer: refilling to {start}"
                     )
             yield
         finally:

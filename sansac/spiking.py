@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
@@ -91,7 +91,7 @@ class SpikingLayer(nn.Module):
         """[T, B, inputs], or [B, inputs] where constant over time -> spikes [T, B, width], or
         their mean over time [B, width]."""
         config, current = self.config, self.current(x)
-        shared = {
+        shared: dict[str, Any] = {
             "time_steps": config.time_steps,
             "constant": x.dim() == 2,
             "v_threshold": config.v_threshold,
