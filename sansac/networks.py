@@ -178,7 +178,8 @@ class TwinCritic(nn.Module):
 
     def loss(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """1/2 sum_i mean_B weight (Q_i - y)^2; prediction [2, B, 1], target [B, 1], weight [B]."""
-        assert prediction.shape[1:] == target.shape, (prediction.shape, target.shape)
+        shapes = prediction.shape, target.shape, weight.shape
+        assert prediction.shape[1:] == target.shape == (*weight.shape, 1), shapes
         return 0.5 * ((prediction - target).square().sum((0, 2)) * weight).mean()
 
 
@@ -205,7 +206,9 @@ class QuantileCritic(TwinCritic):
 
         prediction [2, B, Q], target [B, K], weight [B].
         """
-        assert prediction.shape[1] == target.shape[0], (prediction.shape, target.shape)
+        shapes = prediction.shape, target.shape, weight.shape
+        assert prediction.shape[1:2] == weight.shape, shapes
+        assert target.shape == (*weight.shape, self.kept), shapes
         return (QuantileHuber.apply(prediction, target, self.midpoints) * weight).mean()
 
 
