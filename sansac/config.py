@@ -47,7 +47,10 @@ def _key_values(words: list[str]) -> dict[str, Any]:
     for key, equals, _ in pairs:
         if not (key and equals):
             raise ValueError(f"expected KEY=VALUE, found {key!r}")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    try:
+        return {key: yaml.safe_load(value) for key, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise ValueError(f"a value is not valid YAML: {error}") from None
 
 
 KeyValues = Annotated[
@@ -271,11 +274,14 @@ class Config(Section):
                 f"({replay.capacity}): a minibatch could never be filled; lower the first or raise "
                 "the second"
             )
-        if learning.learning_starts < learning.batch_size:
+        # An n-step window closes n - 1 steps late in every environment.
+        least = learning.batch_size + (learning.n_step - 1) * self.num_envs
+        if learning.learning_starts < least:
             raise ValueError(
                 f"learning.learning_starts ({learning.learning_starts}) is below "
-                f"learning.batch_size ({learning.batch_size}): the first update would lack "
-                "transitions; raise the first or lower the second"
+                f"learning.batch_size ({learning.batch_size}) + (learning.n_step - 1) x num_envs = "
+                f"{least}: the first update would lack transitions; raise the first or lower the "
+                "others"
             )
         if replay.capacity < learning.n_step * self.num_envs:
             raise ValueError(
@@ -328,8 +334,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if content is None:
         return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold `key: value` lines, found {type(content).__name__}")
+    if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
+        raise ConfigError(f"{path} must hold `key: value` lines, found {content!r:.60}")
     return content
 
 
@@ -394,6 +400,7 @@ def explain(error: ValidationError, section: type[Section]) -> str:
 def nearest(path: str, known: list[str]) -> str:
     """A hint at the right name of an unknown option, its section included."""
     tails = {name.rpartition(".")[2]: name for name in known}
-    close = difflib.get_close_matches(path, known, 1)
-    close += [tails[t] for t in difflib.get_close_matches(path.rpartition(".")[2], tails, 1)]
+    tail = path.rpartition(".")[2]
+    close = [tails[tail]] if tail in tails else difflib.get_close_matches(path, known, 1)
+    close += [tails[t] for t in difflib.get_close_matches(tail, tails, 1)]
     return f"; did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,168 @@
+"""What the end-to-end tests share: configurations small enough to train in a second, a toy
+environment whose returns are known, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+
+from sansac.config import Config, merge
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY: dict[str, Any] = {
+    "env": "Pendulum-v1",
+    "env_kwargs": {"max_episode_steps": 40},
+    "total_steps": 160,
+    "num_envs": 2,
+    "threads": 1,
+    "device": "cpu",
+    "learning": {"batch_size": 16, "learning_starts": 40, "update_to_data": 0.5},
+    "actor": {"hidden": [16, 16]},
+    "critic": {"hidden": [16, 16]},
+    "spiking": {"input_population": 3, "output_population": 3},
+    "replay": {"capacity": 5000},
+    "log_every": 20,
+    "eval_every": 80,
+    "eval_episodes": 2,
+    "final_episodes": 2,
+    "checkpoint_every": 80,
+    "video": False,
+    "wandb": "disabled",
+}
+
+
+def tiny(runs_dir: Path | None = None, **changes: Any) -> Config:
+    """A configuration that trains in about a second; `changes` as for `Config.for_env`."""
+    where = {} if runs_dir is None else {"runs_dir": str(runs_dir)}
+    return Config(**merge(TINY, where, changes))
+
+
+def flags(config: Config) -> list[str]:
+    """The options that make the command line read exactly this configuration."""
+    return [word for name, value in leaves(config.dump()).items() for word in flag(name, value)]
+
+
+def flag(name: str, value: Any) -> list[str]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        section, _, last = option.rpartition(".")
+        return [f"--{section}{'.' * bool(section)}{'' if value else 'no-'}{last}"]
+    if isinstance(value, dict):
+        return [f"--{option}", *(f"{key}={json.dumps(v)}" for key, v in value.items())]
+    words = value if isinstance(value, list) else [value]
+    return [f"--{option}", *map(str, words)]
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name and value of every field of a dumped configuration."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and key != "env_kwargs"
+        found |= leaves(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return found
+
+
+class Line(gym.Env):
+    """Episodes of `length` steps; step k of the n-th episode pays 10 n + k, whatever is done.
+
+    `nan_at` makes the observation after that many steps, counted over the environment's life, a
+    NaN in its second entry; `nan_reward_at` does the same to the reward.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
+    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = Box(np.float32([-1.0, 2.0]), np.float32([3.0, 6.0]))
+
+    def __init__(
+        self,
+        length: int = 5,
+        terminates: bool = True,
+        nan_at: int = -1,
+        nan_reward_at: int = -1,
+        render_mode: str | None = None,
+    ) -> None:
+        self.length, self.terminates, self.render_mode = length, terminates, render_mode
+        self.nan_at, self.nan_reward_at = nan_at, nan_reward_at
+        self.life = self.episode = self.k = 0
+        self.actions: list[np.ndarray] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.episode += 1
+        self.k = 0
+        return self._observe(), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        self.actions.append(np.asarray(action))
+        self.life += 1
+        self.k += 1
+        reward = np.nan if self.life == self.nan_reward_at else 10.0 * self.episode + self.k
+        over = self.k >= self.length
+        return self._observe(), reward, over and self.terminates, over and not self.terminates, {}
+
+    def render(self) -> Any:
+        return np.full((32, 48, 3), 40 * (self.k % 6), np.uint8)
+
+    def _observe(self) -> np.ndarray:
+        spoiled = np.nan if self.life == self.nan_at else self.episode
+        return np.array([self.k / self.length, spoiled], np.float32)
+
+
+def load_state(run_dir: Path, name: str = "last") -> dict[str, Any]:
+    return torch.load(run_dir / "checkpoints" / f"{name}.pt", weights_only=True)
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two nested states differ, to the bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: keys {sorted(map(str, a.keys() ^ b.keys()))}"]
+        return [line for key in a for line in differences(a[key], b[key], f"{path}/{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: length {len(a)} and {len(b)}"]
+        pairs = enumerate(zip(a, b, strict=True))
+        return [line for i, (x, y) in pairs for line in differences(x, y, f"{path}/{i}")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return [] if same else [path]
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} and {b!r}"]
+
+
+def comparable(run_dir: Path) -> dict[str, Any]:
+    """All that a run leaves which a resume must reproduce: its state, but for its seconds and its
+    own configuration; its metrics, but for `time` and `perf/`; its best agent."""
+    state = load_state(run_dir)
+    del state["config"]
+    for name in ("collect_seconds", "learn_seconds", "saved_step"):
+        del state["counters"][name]
+    best = load_state(run_dir, "best")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        {tag: v for tag, v in row.items() if tag != "time" and not tag.startswith("perf/")}
+        for row in rows
+    ]
+    return {"state": state, "best": best["algorithm"], "rows": kept}
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """A Python process of its own with sansac on its path."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
