@@ -89,7 +89,8 @@ class ActionScale:
         self.dtype = space.dtype
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
-        scaled = self.low + (action.astype(np.float64) + 1) * 0.5 * (self.high - self.low)
+        share = (action.astype(np.float64) + 1) * 0.5
+        scaled = (1 - share) * self.low + share * self.high  # exact at both ends
         return np.clip(scaled, self.low, self.high).astype(self.dtype)
 
 
@@ -234,14 +235,15 @@ class Rollout:
         self.actions = [list(history) for history in actions]
         self.returns = state["returns"].numpy().copy()
         self._reset(np.ones(self.num_envs, bool))
-        self.observation = np.stack(self.envs.call("replay", self._seeds(), actions))
+        replayed = np.stack(self.envs.call("replay", self._seeds(), actions))
+        self.observation = replayed.astype(self.observation.dtype)
         same = (self.observation == state["observation"].numpy()).all(-1)
         if not same.all():
             for i in np.flatnonzero(~same):
                 self.episode[i] += 1
                 self.actions[i] = []
             self.returns[~same] = 0.0
-            self.observation = self._reset(~same)
+            self.observation[~same] = self._reset(~same)[~same]
         return [int(i) for i in np.flatnonzero(~same)]
 
     def close(self) -> None:
