@@ -131,9 +131,11 @@ class SAC:
         with torch.no_grad():
             next_action, next_log_prob = self._sample(batch.next_observation)
 
-        temperature_loss = self.temperature_loss(log_prob)
+        metrics = {}
         if "temperature" in self.optimizers:
+            temperature_loss = self.temperature_loss(log_prob)
             self._step("temperature", temperature_loss)
+            metrics["loss/temperature"] = temperature_loss.detach()
 
         critic_loss, prediction = self.critic_loss(batch, next_action, next_log_prob, alpha)
         self._step("critic", critic_loss)
@@ -144,10 +146,9 @@ class SAC:
         polyak(self.target_critic, self.critic, self.config.learning.tau)
         if self.policy_actor is not self.actor:
             polyak(self.policy_actor, self.actor, self.config.actor.average)
-        return {
+        return metrics | {
             "loss/critic": critic_loss.detach(),
             "loss/actor": actor_loss.detach(),
-            "loss/temperature": temperature_loss.detach(),
             "sac/alpha": alpha,
             "sac/entropy": -log_prob.detach().mean(),
             "sac/q_mean": prediction.detach().mean(),
