@@ -169,7 +169,8 @@ class Spiking(Section):
     surrogate: Literal["rectangle", "triangle", "atan", "sigmoid", "fast_sigmoid"] = "rectangle"
     """Shape of the surrogate gradient of the spike."""
     surrogate_width: Positive = 1.0
-    """Width of the surrogate in volts; its area stays 1."""
+    """Width of the surrogate in volts; its area stays 1 (`fast_sigmoid`, SpikingJelly's SuperSpike,
+    has a width of its own: here this divides its height)."""
     v_threshold: Positive = 0.5
     """Voltage (V) at which a neuron fires."""
     tau: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0 / 3.0

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from spikingjelly.activation_based import functional, neuron, surrogate
+from spikingjelly.activation_based import neuron, surrogate
 from torch import Tensor, nn
 
 from sansac import kernels
@@ -88,9 +88,12 @@ class SpikingLayer(nn.Module):
         return self.norm(self.linear(x.flatten(0, -2))).unflatten(0, x.shape[:-1])
 
     def forward(self, x: Tensor, output: kernels.Output) -> Tensor:
-        """[T, B, inputs], or [B, inputs] where constant over time -> spikes [T, B, width], or
-        their mean over time [B, width]."""
+        """[T, B, inputs], or [B, inputs] where constant over time -> spikes or voltages
+        [T, B, width], or mean spikes [B, width]."""
         config, current = self.config, self.current(x)
+        backend: kernels.Backend = config.backend
+        if backend == "spikingjelly" and output == "voltages":
+            backend = "torch"  # SpikingJelly keeps the voltage before reset to itself
         shared: dict[str, Any] = {
             "time_steps": config.time_steps,
             "constant": x.dim() == 2,
@@ -100,7 +103,7 @@ class SpikingLayer(nn.Module):
             "alpha": 1 / config.surrogate_width,
             "detach_reset": config.detach_reset,
             "output": output,
-            "backend": config.backend,
+            "backend": backend,
         }
         if config.neuron == "cuba":
             return kernels.cuba_lif(
@@ -110,20 +113,8 @@ class SpikingLayer(nn.Module):
 
     @torch.no_grad()
     def trace(self, x: Tensor) -> LayerTrace:
-        """The same neurons stepped by SpikingJelly itself, with their voltages before reset."""
-        current = self.current(x)
-        if x.dim() == 2:
-            current = current.expand(self.config.time_steps, -1, -1)
-        above: list[Tensor] = []  # a surrogate is called with the voltage less the threshold
-        surrogate_function: nn.Module = self.node.get_submodule("surrogate_function")
-        hook = surrogate_function.register_forward_pre_hook(
-            lambda _, inputs: above.append(inputs[0])
-        )
-        functional.reset_net(self.node)
-        spikes = torch.stack([self.node(step) for step in current])
-        functional.reset_net(self.node)
-        hook.remove()
-        return LayerTrace(torch.stack(above) + self.config.v_threshold, spikes)
+        """What the neurons do in `forward`, with their voltages before reset."""
+        return LayerTrace(self(x, "voltages"), self(x, "spikes"))
 
 
 class PopulationReadout(nn.Module):
