@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -74,6 +75,7 @@ def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
         link.unlink(missing_ok=True)
         os.link(path, link)
         os.replace(link, keep)
+        link.unlink(missing_ok=True)  # a rename leaves both names where they were one file already
     os.replace(temporary, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -94,6 +96,9 @@ def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     previous = path.with_name("previous.pt")
     offer = f"; {previous} can be tried instead" if path != previous and previous.exists() else ""
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load compares no checksums
+            if spoiled := archive.testzip():
+                raise zipfile.BadZipFile(f"wrong checksum of {spoiled}")
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist{offer}") from None

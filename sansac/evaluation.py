@@ -12,7 +12,14 @@ import torch
 from scipy.stats import trim_mean
 
 from sansac.algorithm import SAC
-from sansac.environments import EVALUATION, ActionScale, Episodic, MakeEnv, episode_seed
+from sansac.environments import (
+    EVALUATION,
+    ActionScale,
+    Episodic,
+    MakeEnv,
+    NonFiniteError,
+    episode_seed,
+)
 from sansac.spiking import SpikingActor
 
 MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
@@ -124,11 +131,16 @@ def run_episode(
         observations.append(np.asarray(observation, np.float32))
         action = policy.sample(observation, generator) if stochastic else policy(observation)
         observation, reward, terminated, truncated, _ = env.step(action)
+        if not (np.isfinite(observation).all() and np.isfinite(reward)):
+            raise NonFiniteError(
+                f"evaluation episode of seed {seed}, step {len(observations)}: the reward is "
+                f"{reward}, the observation {observation}"
+            )
         total += float(reward)
         on_step()
         if terminated or truncated:
             break
-    return total, np.array(observations, np.float32).reshape(len(observations), -1)
+    return total, np.array(observations, np.float32)
 
 
 def record_video(policy: Policy, env: gym.Env, seed: int, path: Path) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, SupportsFloat
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from sansac import checkpoint, kernels
 from sansac.algorithm import SAC
-from sansac.config import Config, ConfigError, resolve
+from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
     ActionScale,
     MakeEnv,
@@ -106,6 +107,7 @@ class Manager:
         self.interrupted = 0  # number of the signal that asked for an end
         self.loaded_from: str | None = None
         self._resumed: dict[str, Any] = {}
+        self._ended = False  # train() is over, or the agent was loaded without its training state
 
         self.step = self.updates = self.episodes = 0
         self.collect_seconds = self.learn_seconds = 0.0
@@ -126,6 +128,11 @@ class Manager:
         """
         if self.finished:
             return checkpoint.read_record(self.directory).get("final", {})
+        if self._ended:
+            raise RuntimeError(
+                f"this manager cannot train (on): Manager.resume({str(self.run_dir)!r}) goes on "
+                "with a run from its checkpoint"
+            )
         if self.run_dir is None:
             self.run_dir = checkpoint.make_run_dir(self.config)
         with checkpoint.locked(self.run_dir), self._signals():
@@ -136,6 +143,8 @@ class Manager:
             except BaseException:
                 self._record("failed")
                 raise
+            finally:
+                self._ended = True
             self._record("interrupted" if self.interrupted else "finished", final=result)
         return result
 
@@ -150,16 +159,17 @@ class Manager:
             self.logger, self.progress = logger, progress
             progress.note(f"{run_dir}: {self._engine()}")
             while not self._done():
-                self.collect()
-                self.learn()
-                if crossed(self.step, self.logged_step, config.log_every):
-                    self._log_training()
-                if self._done():
-                    break
+                # First, so that an evaluation which a signal cut short is made up for on resume.
                 if crossed(self.step, self.evaluated_step, config.eval_every):
                     self._evaluate_and_keep_best()
                 if crossed(self.step, self.saved_step, config.checkpoint_every):
                     self.save_checkpoint()
+                if self._done():
+                    break
+                self.collect()
+                self.learn()
+                if crossed(self.step, self.logged_step, config.log_every):
+                    self._log_training()
             result = {} if self.interrupted else self._finish()
             self.save_checkpoint()
             if self.interrupted:
@@ -234,8 +244,8 @@ class Manager:
             try:
                 self.record_video(path)
                 self.logger.save_artifact(path, f"{run_dir.name}-video", "video")
-            except ConfigError as error:
-                self.progress.note(f"no video: {error}")
+            except Exception as error:  # a renderer or an encoder at fault costs no training
+                self.progress.note(f"no video: {error or type(error).__name__}")
         agent = run_dir / "checkpoints" / "best.pt"
         self.logger.save_artifact(agent, f"{run_dir.name}-best", "model")
         return result
@@ -261,7 +271,7 @@ class Manager:
             seed=seed,
             stochastic=stochastic,
             on_episode=on_episode,
-            should_stop=lambda: bool(self.interrupted),
+            should_stop=lambda: bool(self.interrupted) and not self._ended,
         )
         if result is None:
             return {}
@@ -280,7 +290,8 @@ class Manager:
 
         Raises ConfigError where the environment gives no frames.
         """
-        env = (self._custom_env or env_factory(self.config, "rgb_array"))()
+        custom = self._custom_env is not None
+        env = (self._factories[0] if custom else env_factory(self.config, "rgb_array"))()
         if env.render_mode != "rgb_array":
             env.close()
             raise ConfigError('make_env: the environment\'s render_mode is not "rgb_array"')
@@ -297,16 +308,18 @@ class Manager:
         if not result:
             return {}
         self.evaluated_step = self.step
-        self.last_return = result["return_mean"]
+        if episodes is None:  # the final one does not undo an early stop
+            self.last_return = result["return_mean"]
         names = ("mean", "std", "iqm", "min", "max")
         values = {f"eval/return_{name}": result[f"return_{name}"] for name in names}
         values["eval/length_mean"] = result["length_mean"]
         for layer, rate in enumerate(result.get("firing_rate", ())):
             values[f"eval/firing_rate/{layer}"] = rate
         self._log(values | {"perf/eval_seconds": time.perf_counter() - started})
-        self.progress.update(self.step, self.updates, evaluation=self.last_return)
-        if self.best_return is None or self.last_return > self.best_return:
-            self.best_return = self.last_return
+        mean = result["return_mean"]
+        self.progress.update(self.step, self.updates, evaluation=mean)
+        if self.best_return is None or mean > self.best_return:
+            self.best_return = mean
             checkpoint.save(self.directory / "checkpoints" / "best.pt", self._state())
         return result
 
@@ -380,7 +393,11 @@ class Manager:
         """Write last.pt, everything a resume needs; its predecessor becomes previous.pt."""
         self.saved_step = self.step
         directory = self.directory / "checkpoints"
-        state = self._state() | {"replay": self.replay.state_dict()}
+        state = self._state() | {
+            "replay": self.replay.state_dict(),
+            "metrics": self.metrics,
+            "batch": self.batch and self.batch._asdict(),
+        }
         checkpoint.save(directory / "last.pt", state, keep=directory / "previous.pt")
 
     @classmethod
@@ -399,6 +416,8 @@ class Manager:
         """
         run_dir = Path(run_dir)
         config = checkpoint.read_config(run_dir)
+        if (run_dir / "agent.pt").is_file():
+            raise ConfigError(f"{run_dir} is an agent directory: only a run can be resumed")
         changed = resolve(config.dump(), changes)
         refuse_other_changes(config, changed)
         if changed.threads == "auto":  # sums differ between thread counts: keep the run's own
@@ -420,16 +439,18 @@ class Manager:
         `which` is last, previous, best or a checkpoint file. Loads on any device.
         """
         path = Path(path)
-        manager = cls(resolve(checkpoint.read_config(path).dump(), {"device": "auto"}), make_env)
-        if (path / "agent.pt").is_file():
-            file = path / "agent.pt"
-        elif which in ("last", "previous", "best"):
-            file = path / "checkpoints" / f"{which}.pt"
-        else:
+        anywhere = {"device": "auto", "spiking": {"backend": "auto"}}
+        manager = cls(resolve(checkpoint.read_config(path).dump(), anywhere), make_env)
+        if which not in ("last", "previous", "best"):
             file = Path(which)
+        elif (path / "agent.pt").is_file():
+            file = path / "agent.pt"
+        else:
+            file = path / "checkpoints" / f"{which}.pt"
         state = manager._read(file)
-        manager.algorithm.load_weights(state["algorithm"])
-        manager.step = state["counters"]["step"]
+        with fitting(file):
+            manager.algorithm.load_weights(state["algorithm"])
+        manager.step, manager._ended = state["counters"]["step"], True
         manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
         return manager
 
@@ -456,6 +477,9 @@ class Manager:
     def _read(self, path: Path) -> dict[str, Any]:
         """A checkpoint that fits this manager. Raises CheckpointError naming what does not."""
         state = checkpoint.load(path, self.device)
+        for part in ("config", "sizes", "algorithm", "counters"):
+            if part not in state:
+                raise checkpoint.CheckpointError(f"{path} holds no {part}: it is no agent of ours")
         expected = {
             "env": self.config.env,
             "actor": self.config.actor_name,
@@ -472,10 +496,8 @@ class Manager:
 
     def _load_state(self, path: Path) -> None:
         state = self._read(path)
-        try:
+        with fitting(path):
             self.algorithm.load_state_dict(state["algorithm"])
-        except (KeyError, RuntimeError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"{path} does not fit its config: {error}") from None
         for name in COUNTERS:
             setattr(self, name, state["counters"][name])
         self.measured = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
@@ -506,12 +528,12 @@ class Manager:
                     progress.note(f"environments {fresh} did not replay; they start a new episode")
                 if "replay" in state:
                     self.replay.load_state_dict(state["replay"])
+                    self.metrics = state["metrics"]
+                    self.batch = state["batch"] and Batch(**state["batch"])
                 else:
                     start = self.step + config.learning.learning_starts
                     self.learning_from = (start, self.updates)
-                    progress.note(
-                        f"{self.loaded_from}.pt has no buffer: refilling to {start}"
-                    )
+                    progress.note(f"{self.loaded_from}.pt has no buffer: refilling to {start}")
             yield
         finally:
             self.rollout.close()
@@ -536,6 +558,15 @@ class Manager:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where weights do not fit the networks of the configuration."""
+    try:
+        yield
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise checkpoint.CheckpointError(f"{path} does not fit its config: {error}") from None
 
 
 def crossed(step: int, last: int, every: int) -> bool:
@@ -568,8 +599,8 @@ def check_memory(config: Config, observation_size: int, action_size: int, dtype:
 
 def refuse_other_changes(old: Config, new: Config) -> None:
     """Raises ConfigError where a resumed run differs in more than CHANGEABLE."""
-    before, after = old.dump(), new.dump()
-    other = sorted(key for key in before if before[key] != after[key] and key not in CHANGEABLE)
+    both = [(name, attrgetter(name)) for name in fields() if name not in CHANGEABLE]
+    other = [name for name, value in both if value(old) != value(new)]
     if other:
         raise ConfigError(
             f"{', '.join(other)}: cannot change when a run is resumed; start a new run instead "
