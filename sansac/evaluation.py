@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,12 @@ def run_episode(
         observations.append(np.asarray(observation, np.float32))
         action = policy.sample(observation, generator) if stochastic else policy(observation)
         observation, reward, terminated, truncated, _ = env.step(action)
-        if not (np.isfinite(observation).all() and np.isfinite(reward)):
+        total += float(reward)
+        if not (math.isfinite(total) and np.isfinite(observation).all()):
             raise NonFiniteError(
                 f"evaluation episode of seed {seed}, step {len(observations)}: the reward is "
                 f"{reward}, the observation {observation}"
             )
-        total += float(reward)
         on_step()
         if terminated or truncated:
             break
