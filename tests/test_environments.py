@@ -243,7 +243,7 @@ def test_no_evaluation_episode_runs_on_a_training_seed(
 ) -> None:
     """case 8: whatever the seeds of the run and of the evaluation."""
     training = episode_seed(TRAINING, seed, env, episode)
-    assert training != episode_seed(EVALUATION, evaluation, index)
+    assert training % 2 != episode_seed(EVALUATION, evaluation, index) % 2  # so never equal
     assert training == episode_seed(TRAINING, seed, env, episode)
     assert 0 <= training < 2**31  # what Gymnasium's environments take
 

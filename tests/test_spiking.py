@@ -501,7 +501,7 @@ def test_statistics_by_hand() -> None:
 
     A LIF of tau 2 has voltage v/2 + x. With threshold 1, T = 4 and currents
         neuron 0: 1.0 -> 1, 1, 1, 1 fires always; 0.6 -> 0.6, 0.9, 1.05 (fires), 0.6
-        neuron 1: 0 -> silent;  neuron 2: 10 -> fires always, far out of the window
+        neuron 1: 0.15 -> at most 0.3, silent;  neuron 2: 10 -> fires always, far above
     spikes are 4 + 1 + 0 + 8 of 24; the 8 voltages of neuron 0 lie within 1/2 of the threshold.
     """
     config = Spiking(time_steps=4, tau=2.0, v_threshold=1.0, surrogate_width=1.0)
@@ -510,7 +510,7 @@ def test_statistics_by_hand() -> None:
     assert isinstance(linear, nn.Linear)
     with torch.no_grad():
         linear.weight.copy_(torch.tensor([[1.0], [0.0], [0.0]]))
-        linear.bias.copy_(torch.tensor([0.0, 0.0, 10.0]))
+        linear.bias.copy_(torch.tensor([0.0, 0.15, 10.0]))
     observation = torch.tensor([[1.0], [0.6]])
     voltage, spikes = actor.trace(observation)[0]
     torch.testing.assert_close(voltage[:, 1, 0], torch.tensor([0.6, 0.9, 1.05, 0.6]))
