@@ -116,6 +116,7 @@ class Manager:
         self.last_return = -math.inf
         # Updates are counted from here, so that refilling a lost buffer causes no burst of them.
         self.learning_from = (config.learning.learning_starts, 0)
+        self.checkpoint_seconds = 0.0  # of one that no row has told of yet
         self.measured = (0, 0, 0.0, 0.0)  # steps, updates, seconds at the last training row
 
     # -- training ----------------------------------------------------------------------------
@@ -173,6 +174,7 @@ class Manager:
             result = {} if self.interrupted else self._finish()
             self.save_checkpoint()
             if self.interrupted:
+                logger.close(timeout=5)  # a cluster kills what takes long to stop
                 progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
             return result
 
@@ -350,6 +352,8 @@ class Manager:
         values["perf/updates_per_second"] = updates / (collecting + learning)
         values["perf/collect_seconds"], values["perf/learn_seconds"] = collecting, learning
         values["perf/memory_mb"] = resident_megabytes()
+        if self.checkpoint_seconds:
+            values["perf/checkpoint_seconds"], self.checkpoint_seconds = self.checkpoint_seconds, 0
         self._log(values | self.logger.gpu_metrics())
 
     def _engine(self) -> str:
@@ -391,6 +395,7 @@ class Manager:
 
     def save_checkpoint(self) -> None:
         """Write last.pt, everything a resume needs; its predecessor becomes previous.pt."""
+        started = time.perf_counter()
         self.saved_step = self.step
         directory = self.directory / "checkpoints"
         state = self._state() | {
@@ -399,6 +404,7 @@ class Manager:
             "batch": self.batch and self.batch._asdict(),
         }
         checkpoint.save(directory / "last.pt", state, keep=directory / "previous.pt")
+        self.checkpoint_seconds = time.perf_counter() - started
 
     @classmethod
     def resume(

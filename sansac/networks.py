@@ -41,7 +41,7 @@ class RunningNorm(nn.Module):
     var: Tensor
     count: Tensor
     scale: Tensor
-    shift: Tensor
+    centre: Tensor
 
     def __init__(self, size: int, clip: float) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class RunningNorm(nn.Module):
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        # What forward applies, kept in float32 so that a step costs one multiply-add.
+        # What forward applies, kept in float32.
         self.register_buffer("scale", torch.ones(size), persistent=False)
-        self.register_buffer("shift", torch.zeros(size), persistent=False)
+        self.register_buffer("centre", torch.zeros(size), persistent=False)
 
     @torch.no_grad()
     def update(self, observation: Tensor) -> None:
@@ -68,13 +68,12 @@ class RunningNorm(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Derive what forward applies from the statistics."""
-        scale = (self.var + 1e-8).rsqrt()
-        self.scale.copy_(scale)
-        self.shift.copy_(-self.mean * scale)
+        self.scale.copy_((self.var + 1e-8).rsqrt())
+        self.centre.copy_(self.mean)
 
     def forward(self, observation: Tensor) -> Tensor:
-        scaled = torch.addcmul(self.shift, observation, self.scale)
-        return scaled.clamp(-self.clip, self.clip)
+        # In this order a constant entry becomes exactly 0, however far from 0 it is.
+        return ((observation - self.centre) * self.scale).clamp(-self.clip, self.clip)
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super()._load_from_state_dict(*args, **kwargs)
