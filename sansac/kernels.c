@@ -1,0 +1,275 @@
+/* Fused multi-step spiking neurons: forward, and backward through time.
+ *
+ * One source for two compilers. A C compiler sees `real` as a SIMD vector of neurons and a kernel
+ * as a function that walks over them; NVRTC sees `real` as a float and a kernel as one thread a
+ * neuron. The arithmetic is the same text for both, in the order of SpikingJelly's reference; built
+ * without contraction and fast-math, its spikes are equal to the bit. No header is needed.
+ *
+ * Layout: currents, outputs and their gradients are [time_steps, size], or [size] where they do not
+ * depend on time, row-major, in float32 or bfloat16. State is float32 and lives in registers. */
+
+#ifdef __CUDACC__
+
+typedef float real;
+typedef unsigned bits;
+typedef unsigned short halves;
+#define LANES 1
+#define FUNCTION static __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define BITS(x) __float_as_uint(x)
+#define REAL(b) __uint_as_float(b)
+#define MASK(condition) (-(unsigned)(condition))
+#define CONVERT(x, type) ((type)(x))
+#define READ(x, from, lanes) (x = *(from))
+#define WRITE(x, to, lanes) (*(to) = x)
+#define EACH_GROUP(size, threads, call) \
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < size; \
+         i += (long long)gridDim.x * blockDim.x) { \
+        const int lanes = 1; \
+        call; \
+    }
+extern __shared__ float shared[]; /* [time_steps, blockDim.x] */
+#define TAPE(name, steps) float *name = shared + threadIdx.x
+#define AT(name, t) name[(t) * blockDim.x]
+
+#else
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float real __attribute__((vector_size(4 * LANES)));
+typedef unsigned bits __attribute__((vector_size(4 * LANES)));
+typedef unsigned short halves __attribute__((vector_size(2 * LANES)));
+#define FUNCTION static inline __attribute__((always_inline))
+#define KERNEL void
+#define BITS(x) ((bits)(x))
+#define REAL(b) ((real)(b))
+#define MASK(condition) ((bits)(condition))
+#define CONVERT(x, type) __builtin_convertvector(x, type)
+#define READ(x, from, lanes) __builtin_memcpy(&x, from, (lanes) * sizeof *(from))
+#define WRITE(x, to, lanes) __builtin_memcpy(to, &x, (lanes) * sizeof *(to))
+#define PRAGMA(text) _Pragma(#text)
+/* With a constant number of lanes a group stays in registers; only the last may hold fewer. */
+#define EACH_GROUP(size, threads, call) \
+    PRAGMA(omp parallel for num_threads(threads) if(threads > 1)) \
+    for (long long group = 0; group < size / LANES; ++group) { \
+        const long long i = group * LANES; \
+        const int lanes = LANES; \
+        call; \
+    } \
+    if (size % LANES) { \
+        const long long i = size - size % LANES; \
+        const int lanes = (int)(size % LANES); \
+        call; \
+    }
+#define TAPE(name, steps) real name[steps]
+#define AT(name, t) name[t]
+
+#endif
+
+enum { RECTANGLE, TRIANGLE, ATAN, SIGMOID, FAST_SIGMOID };
+enum { SPIKES, MEAN, VOLTAGES };
+
+/* Only 4-byte fields, so that both compilers lay it out alike; passed by value to both. */
+struct neuron {
+    int time_steps, constant, output, bfloat16; /* constant: the current does not depend on time */
+    int current_based, decay_input, decay_multiplies, detach_reset, surrogate;
+    float decay; /* LIF: tau, or 1/tau where decay_multiplies; current-based LIF: v_decay */
+    float current_decay, threshold, reset;
+    float alpha, scale; /* scale: the constant that the surrogate derives from alpha */
+};
+
+/* a where the mask is all ones, b where it is 0. */
+FUNCTION real select(bits mask, real a, real b) {
+    return REAL((mask & BITS(a)) | (~mask & BITS(b)));
+}
+
+FUNCTION real load(const void *from, long long i, int lanes, int bfloat16) {
+    if (bfloat16) {
+        halves h = {0};
+        READ(h, (const unsigned short *)from + i, lanes);
+        return REAL(CONVERT(h, bits) << 16);
+    }
+    real x = {0};
+    READ(x, (const float *)from + i, lanes);
+    return x;
+}
+
+FUNCTION void store(void *to, long long i, int lanes, int bfloat16, real x) {
+    if (bfloat16) { /* round to nearest, ties to even; a NaN stays one */
+        const bits nan = MASK(x != x), rounded = (BITS(x) + 0x7fffu + ((BITS(x) >> 16) & 1u)) >> 16;
+        const halves h = CONVERT((nan & 0x7fc0u) | (~nan & rounded), halves);
+        WRITE(h, (unsigned short *)to + i, lanes);
+    } else {
+        WRITE(x, (float *)to + i, lanes);
+    }
+}
+
+/* ---- the surrogate's derivative at u = voltage - threshold -------------------------------- */
+
+#define INFINITE (1e38f * 1e38f)
+#define ROUND 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, left in the lower bits */
+
+/* exp(x) to about one unit in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, exp(x) = 2^n exp(r).
+ * Stays at exp(-87) below -87, and is infinite above 88.37, where 2^n ends. */
+FUNCTION real exponential(real x) {
+    const real zero = {0};
+    const bits overflow = MASK(x > 88.37f);
+    x = select(MASK(x < -87.0f), zero - 87.0f, x);
+    const real shifted = x * 1.44269504f + ROUND, n = shifted - ROUND;
+    const real r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    real p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = ((p * r) * r + r) + 1.0f;
+    return select(overflow, zero + INFINITE, REAL(BITS(p) + (BITS(shifted) << 23)));
+}
+
+FUNCTION real surrogate(struct neuron p, real u) {
+    const real zero = {0}, distance = REAL(BITS(u) & 0x7fffffffu);
+    real z;
+    switch (p.surrogate) {
+    case RECTANGLE:
+        return select(MASK(distance < p.scale), zero + p.alpha, zero);
+    case TRIANGLE:
+        z = p.alpha - p.scale * distance;
+        return select(MASK(z < 0.0f), zero, z);
+    case ATAN:
+        z = u * p.scale; /* below as torch divides a number by a tensor: a reciprocal first */
+        return 1.0f / (1.0f + z * z) * (p.alpha * 0.5f);
+    case SIGMOID:
+        z = 1.0f / (1.0f + exponential(zero - p.alpha * u));
+        return (1.0f - z) * z * p.alpha;
+    default: /* FAST_SIGMOID */
+        z = 1.0f + distance;
+        return 1.0f / (z * z) * p.alpha;
+    }
+}
+
+/* ---- one step of a group of neurons ------------------------------------------------------- */
+
+FUNCTION real leak(struct neuron p, real x) {
+    return p.decay_multiplies ? x * p.decay : x / p.decay;
+}
+
+/* The voltage before fire and reset. */
+FUNCTION real charge(struct neuron p, real x, real v, real *current) {
+    if (p.current_based) {
+        *current = *current * p.current_decay + x;
+        return v * p.decay + *current;
+    }
+    if (p.decay_input) return v + leak(p, x - (v - p.reset));
+    return v - leak(p, v - p.reset) + x;
+}
+
+/* All ones where the charged voltage reaches the threshold, else 0; 0 for NaN. */
+FUNCTION bits fire(struct neuron p, real h) { return MASK(h >= p.threshold); }
+
+/* Equals spike * reset + (1 - spike) * h, in which an infinite voltage that fires leaves a NaN. */
+FUNCTION real reset(struct neuron p, real h, bits fired) {
+    return select(fired, h * 0.0f + p.reset, h);
+}
+
+/* Learned values are read where they live, so that a GPU need not be waited for. */
+FUNCTION struct neuron with_learned(struct neuron p, const float *decay, const float *threshold) {
+    if (decay) p.decay = *decay, p.decay_multiplies = 1;
+    if (threshold) p.threshold = *threshold;
+    return p;
+}
+
+/* ---- through time ------------------------------------------------------------------------- */
+
+FUNCTION void forward(struct neuron p, const void *currents, void *output, long long size,
+                      long long i, int lanes) {
+    const real zero = {0};
+    real x = zero, v = zero + p.reset, current = zero, spikes = zero;
+    for (int t = 0; t < p.time_steps; ++t) {
+        const long long at = t * size + i;
+        if (t == 0 || !p.constant) x = load(currents, at, lanes, p.bfloat16);
+        const real h = charge(p, x, v, &current);
+        const bits fired = fire(p, h);
+        const real spike = select(fired, zero + 1.0f, zero);
+        v = reset(p, h, fired);
+        if (p.output == MEAN)
+            spikes = spikes + spike;
+        else
+            store(output, at, lanes, p.bfloat16, p.output == SPIKES ? spike : h);
+    }
+    if (p.output == MEAN) store(output, i, lanes, p.bfloat16, spikes / (float)p.time_steps);
+}
+
+/* Charged voltages h are computed again rather than kept: reading the currents costs what reading
+ * h would, and the forward pass then writes nothing but its output. With g the gradient of the
+ * output, c that of the voltage after reset and s' the surrogate's derivative, the gradient
+ *     of the spike    d = g - c h + c reset          g alone with detach_reset
+ *     of h            d s' + c (1 - spike)           and g where voltages are the output
+ * goes on to x, to v one step earlier and to what is learned. A constant current gets the sum over
+ * time; learned values get one sum a neuron ([size], float32), which the caller adds up. */
+FUNCTION void backward(struct neuron p, const void *currents, const void *gradient,
+                       void *current_gradient, float *decay_gradient, float *threshold_gradient,
+                       long long size, long long i, int lanes) {
+    const real zero = {0};
+    TAPE(voltages, p.time_steps);
+    real x = zero, v = zero + p.reset, current = zero;
+    for (int t = 0; t < p.time_steps; ++t) {
+        if (t == 0 || !p.constant) x = load(currents, t * size + i, lanes, p.bfloat16);
+        const real h = charge(p, x, v, &current);
+        AT(voltages, t) = h;
+        v = reset(p, h, fire(p, h));
+    }
+    real g = zero, to_v = zero, to_current = zero, sum = zero, to_decay = zero, to_threshold = zero;
+    if (p.output == MEAN) g = load(gradient, i, lanes, p.bfloat16) / (float)p.time_steps;
+    for (int t = p.time_steps - 1; t >= 0; --t) {
+        const long long at = t * size + i;
+        const real h = AT(voltages, t), slope = surrogate(p, h - p.threshold);
+        if (p.output != MEAN) g = load(gradient, at, lanes, p.bfloat16);
+        real to_spike = p.output == VOLTAGES ? zero : g;
+        if (!p.detach_reset) to_spike = (to_spike - to_v * h) + to_v * p.reset;
+        real to_h = to_spike * slope + select(fire(p, h), zero, to_v), to_x;
+        if (p.output == VOLTAGES) to_h = to_h + g;
+        if (threshold_gradient) to_threshold = to_threshold - to_spike * slope;
+        if (p.current_based) {
+            to_x = to_h + to_current;
+            to_current = to_x * p.current_decay;
+            to_v = to_h * p.decay;
+        } else {
+            const real leaked = leak(p, to_h);
+            to_x = p.decay_input ? leaked : to_h;
+            to_v = to_h - leaked;
+            if (decay_gradient) {
+                const real before = t ? AT(voltages, t - 1) : zero + p.reset;
+                v = t ? reset(p, before, fire(p, before)) : before;
+                if (p.decay_input && !p.constant) x = load(currents, at, lanes, p.bfloat16);
+                to_decay = to_decay + to_h * ((p.decay_input ? x : zero) - (v - p.reset));
+            }
+        }
+        if (p.constant)
+            sum = sum + to_x;
+        else
+            store(current_gradient, at, lanes, p.bfloat16, to_x);
+    }
+    if (p.constant) store(current_gradient, i, lanes, p.bfloat16, sum);
+    if (decay_gradient) WRITE(to_decay, decay_gradient + i, lanes);
+    if (threshold_gradient) WRITE(to_threshold, threshold_gradient + i, lanes);
+}
+
+KERNEL neuron_forward(struct neuron given, const void *currents, const float *decay,
+                      const float *threshold, void *output, long long size, long long threads) {
+    const struct neuron p = with_learned(given, decay, threshold);
+    EACH_GROUP(size, threads, forward(p, currents, output, size, i, lanes))
+}
+
+KERNEL neuron_backward(struct neuron given, const void *currents, const float *decay,
+                       const float *threshold, const void *gradient, void *current_gradient,
+                       float *decay_gradient, float *threshold_gradient, long long size,
+                       long long threads) {
+    const struct neuron p = with_learned(given, decay, threshold);
+    EACH_GROUP(size, threads, backward(p, currents, gradient, current_gradient, decay_gradient,
+                                       threshold_gradient, size, i, lanes))
+}
