@@ -304,7 +304,8 @@ class Config(Section):
     def for_env(cls, env: str, **overrides: Any) -> Config:
         """The defaults, the task's preset `configs/<task>.yaml` over them, `overrides` over both.
 
-        Overrides are fields (`seed=1`) or mappings for sections (`learning={"gamma": 0.98}`).
+        Overrides are fields (`seed=1`) and, for sections, mappings or section objects, of which
+        the fields that were set count (`learning={"gamma": 0.98}`).
         """
         return resolve(preset_for(env), {"env": env}, overrides)
 
@@ -346,7 +347,7 @@ def merge(*layers: dict[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, BaseModel):
-                value = value.model_dump()
+                value = value.model_dump(exclude_unset=True)
             old = merged.get(key)
             both = isinstance(old, dict) and isinstance(value, dict) and key != "env_kwargs"
             merged[key] = merge(old or {}, value) if both else value

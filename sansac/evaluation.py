@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ def record_video(policy: Policy, env: gym.Env, seed: int, path: Path) -> float:
     """
     import imageio
 
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no window
     path.parent.mkdir(parents=True, exist_ok=True)
     frames_per_second = env.metadata.get("render_fps") or 30
     env = Episodic(env)

@@ -107,6 +107,7 @@ class Manager:
         self.interrupted = 0  # number of the signal that asked for an end
         self.loaded_from: str | None = None
         self._resumed: dict[str, Any] = {}
+        self._source: tuple[Path | None, int] = (None, 0)  # the checkpoint resumed, when written
         self._ended = False  # train() is over, or the agent was loaded without its training state
 
         self.step = self.updates = self.episodes = 0
@@ -137,6 +138,7 @@ class Manager:
         if self.run_dir is None:
             self.run_dir = checkpoint.make_run_dir(self.config)
         with checkpoint.locked(self.run_dir), self._signals():
+            self._refuse_stale()
             checkpoint.write_config(self.config, self.run_dir)
             self._record("running")
             try:
@@ -146,6 +148,12 @@ class Manager:
                 raise
             finally:
                 self._ended = True
+
+    def _refuse_stale(self) -> None:
+        """Raises ConfigError where another process went on with the run since it was read."""
+        path, read = self._source
+        if path is not None and path.stat().st_mtime_ns != read:
+            raise ConfigError(f"{path} was written since it was read: resume the run again")
 
     def _train(self) -> dict[str, Any]:
         config, run_dir = self.config, self.directory
@@ -157,11 +165,14 @@ class Manager:
         ):
             self.logger, self.progress = logger, progress
             progress.note(f"{run_dir}: {self._engine()}")
+            if self.loaded_from in ("previous", "best"):
+                self.save_checkpoint()  # metrics are cut to it, so it is what a next resume needs
             while not self._done():
                 # First, so that an evaluation which a signal cut short is made up for on resume.
+                due = crossed(self.step, self.saved_step, config.checkpoint_every)
                 if crossed(self.step, self.evaluated_step, config.eval_every):
-                    self._evaluate_and_keep_best()
-                if crossed(self.step, self.saved_step, config.checkpoint_every):
+                    due |= bool(self._evaluate_and_keep_best())
+                if due:
                     self.save_checkpoint()
                 if self._done():
                     break
@@ -501,6 +512,7 @@ class Manager:
         return state
 
     def _load_state(self, path: Path) -> None:
+        self._source = (path, path.stat().st_mtime_ns if path.exists() else 0)
         state = self._read(path)
         with fitting(path):
             self.algorithm.load_state_dict(state["algorithm"])
