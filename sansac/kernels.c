@@ -22,15 +22,16 @@ typedef unsigned short halves;
 #define CONVERT(x, type) ((type)(x))
 #define READ(x, from, lanes) (x = *(from))
 #define WRITE(x, to, lanes) (*(to) = x)
-#define EACH_GROUP(size, threads, call) \
+#define GROUPS 1
+#define EACH_BLOCK(size, threads, call) \
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < size; \
          i += (long long)gridDim.x * blockDim.x) { \
-        const int lanes = 1; \
+        const int groups = 1, lanes = 1; \
         call; \
     }
 extern __shared__ float shared[]; /* [time_steps, blockDim.x] */
 #define TAPE(name, steps) float *name = shared + threadIdx.x
-#define AT(name, t) name[(t) * blockDim.x]
+#define AT(name, t, k) name[(t) * blockDim.x]
 
 #else
 
@@ -53,21 +54,22 @@ typedef unsigned short halves __attribute__((vector_size(2 * LANES)));
 #define READ(x, from, lanes) __builtin_memcpy(&x, from, (lanes) * sizeof *(from))
 #define WRITE(x, to, lanes) __builtin_memcpy(to, &x, (lanes) * sizeof *(to))
 #define PRAGMA(text) _Pragma(#text)
-/* With a constant number of lanes a group stays in registers; only the last may hold fewer. */
-#define EACH_GROUP(size, threads, call) \
+/* A step is taken by several groups before the next one: their rows are read in longer pieces, and
+ * none waits for another's arithmetic. Constant numbers of groups and lanes stay in registers. */
+#define GROUPS 4
+#define EACH_BLOCK(size, threads, call) \
     PRAGMA(omp parallel for num_threads(threads) if(threads > 1)) \
-    for (long long group = 0; group < size / LANES; ++group) { \
-        const long long i = group * LANES; \
-        const int lanes = LANES; \
+    for (long long block = 0; block < size / (GROUPS * LANES); ++block) { \
+        const long long i = block * (GROUPS * LANES); \
+        const int groups = GROUPS, lanes = LANES; \
         call; \
     } \
-    if (size % LANES) { \
-        const long long i = size - size % LANES; \
-        const int lanes = (int)(size % LANES); \
+    for (long long i = size - size % (GROUPS * LANES); i < size; i += LANES) { \
+        const int groups = 1, lanes = size - i < LANES ? (int)(size - i) : LANES; \
         call; \
     }
-#define TAPE(name, steps) real name[steps]
-#define AT(name, t) name[t]
+#define TAPE(name, steps) real name[steps][GROUPS]
+#define AT(name, t, k) name[t][k]
 
 #endif
 
@@ -186,22 +188,29 @@ FUNCTION struct neuron with_learned(struct neuron p, const float *decay, const f
 /* ---- through time ------------------------------------------------------------------------- */
 
 FUNCTION void forward(struct neuron p, const void *currents, void *output, long long size,
-                      long long i, int lanes) {
+                      long long i, int groups, int lanes) {
     const real zero = {0};
-    real x = zero, v = zero + p.reset, current = zero, spikes = zero;
-    for (int t = 0; t < p.time_steps; ++t) {
-        const long long at = t * size + i;
-        if (t == 0 || !p.constant) x = load(currents, at, lanes, p.bfloat16);
-        const real h = charge(p, x, v, &current);
-        const bits fired = fire(p, h);
-        const real spike = select(fired, zero + 1.0f, zero);
-        v = reset(p, h, fired);
-        if (p.output == MEAN)
-            spikes = spikes + spike;
-        else
-            store(output, at, lanes, p.bfloat16, p.output == SPIKES ? spike : h);
+    real x[GROUPS], v[GROUPS], current[GROUPS], spikes[GROUPS];
+    for (int k = 0; k < groups; ++k) {
+        v[k] = zero + p.reset;
+        x[k] = current[k] = spikes[k] = zero;
     }
-    if (p.output == MEAN) store(output, i, lanes, p.bfloat16, spikes / (float)p.time_steps);
+    for (int t = 0; t < p.time_steps; ++t)
+        for (int k = 0; k < groups; ++k) {
+            const long long at = t * size + i + k * LANES;
+            if (t == 0 || !p.constant) x[k] = load(currents, at, lanes, p.bfloat16);
+            const real h = charge(p, x[k], v[k], &current[k]);
+            const bits fired = fire(p, h);
+            const real spike = select(fired, zero + 1.0f, zero);
+            v[k] = reset(p, h, fired);
+            if (p.output == MEAN)
+                spikes[k] = spikes[k] + spike;
+            else
+                store(output, at, lanes, p.bfloat16, p.output == SPIKES ? spike : h);
+        }
+    if (p.output == MEAN)
+        for (int k = 0; k < groups; ++k)
+            store(output, i + k * LANES, lanes, p.bfloat16, spikes[k] / (float)p.time_steps);
 }
 
 /* Charged voltages h are computed again rather than kept: reading the currents costs what reading
@@ -213,56 +222,70 @@ FUNCTION void forward(struct neuron p, const void *currents, void *output, long 
  * time; learned values get one sum a neuron ([size], float32), which the caller adds up. */
 FUNCTION void backward(struct neuron p, const void *currents, const void *gradient,
                        void *current_gradient, float *decay_gradient, float *threshold_gradient,
-                       long long size, long long i, int lanes) {
+                       long long size, long long i, int groups, int lanes) {
     const real zero = {0};
+    real x[GROUPS], v[GROUPS], current[GROUPS], g[GROUPS];
+    real to_v[GROUPS], to_current[GROUPS], sum[GROUPS], to_decay[GROUPS], to_threshold[GROUPS];
     TAPE(voltages, p.time_steps);
-    real x = zero, v = zero + p.reset, current = zero;
-    for (int t = 0; t < p.time_steps; ++t) {
-        if (t == 0 || !p.constant) x = load(currents, t * size + i, lanes, p.bfloat16);
-        const real h = charge(p, x, v, &current);
-        AT(voltages, t) = h;
-        v = reset(p, h, fire(p, h));
+    for (int k = 0; k < groups; ++k) {
+        v[k] = zero + p.reset;
+        x[k] = current[k] = g[k] = zero;
+        to_v[k] = to_current[k] = sum[k] = to_decay[k] = to_threshold[k] = zero;
+        if (p.output == MEAN)
+            g[k] = load(gradient, i + k * LANES, lanes, p.bfloat16) / (float)p.time_steps;
     }
-    real g = zero, to_v = zero, to_current = zero, sum = zero, to_decay = zero, to_threshold = zero;
-    if (p.output == MEAN) g = load(gradient, i, lanes, p.bfloat16) / (float)p.time_steps;
-    for (int t = p.time_steps - 1; t >= 0; --t) {
-        const long long at = t * size + i;
-        const real h = AT(voltages, t), slope = surrogate(p, h - p.threshold);
-        if (p.output != MEAN) g = load(gradient, at, lanes, p.bfloat16);
-        real to_spike = p.output == VOLTAGES ? zero : g;
-        if (!p.detach_reset) to_spike = (to_spike - to_v * h) + to_v * p.reset;
-        real to_h = to_spike * slope + select(fire(p, h), zero, to_v), to_x;
-        if (p.output == VOLTAGES) to_h = to_h + g;
-        if (threshold_gradient) to_threshold = to_threshold - to_spike * slope;
-        if (p.current_based) {
-            to_x = to_h + to_current;
-            to_current = to_x * p.current_decay;
-            to_v = to_h * p.decay;
-        } else {
-            const real leaked = leak(p, to_h);
-            to_x = p.decay_input ? leaked : to_h;
-            to_v = to_h - leaked;
-            if (decay_gradient) {
-                const real before = t ? AT(voltages, t - 1) : zero + p.reset;
-                v = t ? reset(p, before, fire(p, before)) : before;
-                if (p.decay_input && !p.constant) x = load(currents, at, lanes, p.bfloat16);
-                to_decay = to_decay + to_h * ((p.decay_input ? x : zero) - (v - p.reset));
-            }
+    for (int t = 0; t < p.time_steps; ++t)
+        for (int k = 0; k < groups; ++k) {
+            const long long at = t * size + i + k * LANES;
+            if (t == 0 || !p.constant) x[k] = load(currents, at, lanes, p.bfloat16);
+            const real h = charge(p, x[k], v[k], &current[k]);
+            AT(voltages, t, k) = h;
+            v[k] = reset(p, h, fire(p, h));
         }
-        if (p.constant)
-            sum = sum + to_x;
-        else
-            store(current_gradient, at, lanes, p.bfloat16, to_x);
+    for (int t = p.time_steps - 1; t >= 0; --t)
+        for (int k = 0; k < groups; ++k) {
+            const long long at = t * size + i + k * LANES;
+            const real h = AT(voltages, t, k), slope = surrogate(p, h - p.threshold);
+            if (p.output != MEAN) g[k] = load(gradient, at, lanes, p.bfloat16);
+            real to_spike = p.output == VOLTAGES ? zero : g[k];
+            if (!p.detach_reset) to_spike = (to_spike - to_v[k] * h) + to_v[k] * p.reset;
+            real to_h = to_spike * slope + select(fire(p, h), zero, to_v[k]), to_x;
+            if (p.output == VOLTAGES) to_h = to_h + g[k];
+            if (threshold_gradient) to_threshold[k] = to_threshold[k] - to_spike * slope;
+            if (p.current_based) {
+                to_x = to_h + to_current[k];
+                to_current[k] = to_x * p.current_decay;
+                to_v[k] = to_h * p.decay;
+            } else {
+                const real leaked = leak(p, to_h);
+                to_x = p.decay_input ? leaked : to_h;
+                to_v[k] = to_h - leaked;
+                if (decay_gradient) {
+                    const real before = t ? AT(voltages, t - 1, k) : zero + p.reset;
+                    const real from = t ? reset(p, before, fire(p, before)) : before;
+                    if (p.decay_input && !p.constant)
+                        x[k] = load(currents, at, lanes, p.bfloat16);
+                    to_decay[k] =
+                        to_decay[k] + to_h * ((p.decay_input ? x[k] : zero) - (from - p.reset));
+                }
+            }
+            if (p.constant)
+                sum[k] = sum[k] + to_x;
+            else
+                store(current_gradient, at, lanes, p.bfloat16, to_x);
+        }
+    for (int k = 0; k < groups; ++k) {
+        const long long at = i + k * LANES;
+        if (p.constant) store(current_gradient, at, lanes, p.bfloat16, sum[k]);
+        if (decay_gradient) WRITE(to_decay[k], decay_gradient + at, lanes);
+        if (threshold_gradient) WRITE(to_threshold[k], threshold_gradient + at, lanes);
     }
-    if (p.constant) store(current_gradient, i, lanes, p.bfloat16, sum);
-    if (decay_gradient) WRITE(to_decay, decay_gradient + i, lanes);
-    if (threshold_gradient) WRITE(to_threshold, threshold_gradient + i, lanes);
 }
 
 KERNEL neuron_forward(struct neuron given, const void *currents, const float *decay,
                       const float *threshold, void *output, long long size, long long threads) {
     const struct neuron p = with_learned(given, decay, threshold);
-    EACH_GROUP(size, threads, forward(p, currents, output, size, i, lanes))
+    EACH_BLOCK(size, threads, forward(p, currents, output, size, i, groups, lanes))
 }
 
 KERNEL neuron_backward(struct neuron given, const void *currents, const float *decay,
@@ -270,6 +293,6 @@ KERNEL neuron_backward(struct neuron given, const void *currents, const float *d
                        float *decay_gradient, float *threshold_gradient, long long size,
                        long long threads) {
     const struct neuron p = with_learned(given, decay, threshold);
-    EACH_GROUP(size, threads, backward(p, currents, gradient, current_gradient, decay_gradient,
-                                       threshold_gradient, size, i, lanes))
+    EACH_BLOCK(size, threads, backward(p, currents, gradient, current_gradient, decay_gradient,
+                                       threshold_gradient, size, i, groups, lanes))
 }

@@ -25,7 +25,8 @@ Backends, all with the same results:
     spikingjelly    SpikingJelly's own functions
 
 State is float32 for a current of float32 or lower precision, else float64; the fused kernels take
-float32 and bfloat16 and leave other types to the loop.
+float32 and bfloat16 and leave other types to the loop. Under `torch.compile` pass a backend that
+`backend_for` gave, not "auto".
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Output = Literal["spikes", "mean", "voltages"]
 SOURCE = Path(__file__).with_name("kernels.c")
 OUTPUTS: tuple[Output, ...] = ("spikes", "mean", "voltages")  # in the order of kernels.c
 # Neuron steps that one thread does alone: waking a second one costs microseconds.
-SERIAL_LIMIT = 16384
+SERIAL_LIMIT = 32768
 
 
 class Surrogate(NamedTuple):
@@ -209,32 +210,31 @@ def _run(
         backend = backend_for("auto", current.device)
     if backend == "spikingjelly":
         return _spikingjelly(current, w, threshold, neuron)
-    fused = current.dtype in (torch.float32, torch.bfloat16)
     state = torch.float64 if current.dtype is torch.float64 else torch.float32
     decay = None
     if w is not None:
-        decay = (w.float() if state is torch.float32 else w).reshape(()).sigmoid()
+        w = w.reshape(()).to(current.device)
+        decay = (w.float() if state is torch.float32 else w).sigmoid()
     if threshold is not None:
-        threshold = threshold.reshape(()).to(state)
-    if backend == "torch" or not fused:
+        threshold = threshold.reshape(()).to(current.device, state)
+    if backend == "torch" or current.dtype not in (torch.float32, torch.bfloat16):
         return _torch(current.to(state), decay, threshold, neuron).to(current.dtype)
-    if backend != {"cpu": "native", "cuda": "cupy"}.get(current.device.type):
-        raise ValueError(f"backend {backend!r} cannot run on {current.device.type}")
+    if not (current.is_cpu if backend == "native" else backend == "cupy" and current.is_cuda):
+        raise ValueError(f"backend {backend!r} cannot run on {current.device}")
     if torch.compiler.is_compiling() or type(current) not in (Tensor, torch.nn.Parameter):
         return _neuron_op(current, decay, threshold, *neuron)
     # Eager calls skip the operator, whose dispatch costs several times a small forward pass.
     if torch.is_grad_enabled():
         return _Fused.apply(current, decay, threshold, neuron)
-    return _forward(current, decay, threshold, *neuron)
+    return _forward(current, decay, threshold, neuron)
 
 
 # ---- the fused kernels, differentiable -----------------------------------------------------------
 
 
 def _forward(
-    current: Tensor, decay: Tensor | None, threshold: Tensor | None, *constants: Any
+    current: Tensor, decay: Tensor | None, threshold: Tensor | None, neuron: Neuron
 ) -> Tensor:
-    neuron = Neuron(*constants)
     current = current.contiguous()
     output = current.new_empty(_output_shape(current, neuron))
     _launch("neuron_forward", neuron, current, decay, threshold, output)
@@ -246,10 +246,9 @@ def _backward(
     current: Tensor,
     decay: Tensor | None,
     threshold: Tensor | None,
-    *constants: Any,
+    neuron: Neuron,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the current, decay and threshold; of no elements where not learned."""
-    neuron = Neuron(*constants)
     current = current.contiguous()
     current_gradient = torch.empty_like(current)
     neurons = current.shape if neuron.constant else current.shape[1:]
@@ -258,16 +257,17 @@ def _backward(
         for value in (decay, threshold)
     ]
     _launch(
-        "neuron_backward", neuron, current, decay, threshold,
-        gradient.contiguous(), current_gradient, *learned,
-    )  # fmt: skip
+        *("neuron_backward", neuron, current, decay, threshold),
+        *(gradient.contiguous(), current_gradient, *learned),
+    )
     sums = [gradient.new_empty(0) if values is None else values.sum() for values in learned]
     return current_gradient, sums[0], sums[1]
 
 
 def _output_shape(current: Tensor, neuron: Neuron) -> tuple[int, ...]:
-    neurons = current.shape if neuron.constant else current.shape[1:]
-    return tuple(neurons) if neuron.output == "mean" else (neuron.time_steps, *neurons)
+    if neuron.output == "mean":
+        return current.shape if neuron.constant else current.shape[1:]
+    return (neuron.time_steps, *current.shape) if neuron.constant else current.shape
 
 
 def _gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -291,12 +291,13 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(current, decay, threshold)
         ctx.neuron = neuron
-        return _forward(current, decay, threshold, *neuron)
+        return _forward(current, decay, threshold, neuron)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradients = _backward(gradient, *ctx.saved_tensors, *ctx.neuron)
+        current, decay, threshold = ctx.saved_tensors
+        gradients = _backward(gradient, current, decay, threshold, ctx.neuron)
         return *_gradients(ctx, gradients), None
 
 
@@ -308,13 +309,17 @@ _CONSTANTS = (
 )
 _neuron_op = torch.library.custom_op(
     "sansac::neuron",
-    _forward,
+    lambda current, decay, threshold, *constants: _forward(
+        current, decay, threshold, Neuron(*constants)
+    ),
     mutates_args=(),
     schema=f"({_TENSORS}, {_CONSTANTS}) -> Tensor",
 )
 _neuron_backward_op = torch.library.custom_op(
     "sansac::neuron_backward",
-    _backward,
+    lambda gradient, current, decay, threshold, *constants: _backward(
+        gradient, current, decay, threshold, Neuron(*constants)
+    ),
     mutates_args=(),
     schema=f"(Tensor gradient, {_TENSORS}, {_CONSTANTS}) -> (Tensor, Tensor, Tensor)",
 )
@@ -369,7 +374,7 @@ class _Parameters(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(neuron: Neuron, bfloat16: bool, cuda: bool) -> Any:
+def _parameters(neuron: Neuron, dtype: torch.dtype, cuda: bool) -> Any:
     """The constants as kernels take them, by value: a structure, for CuPy as an array of one."""
     # By a power of two, division and multiplication with the reciprocal give the same bits.
     multiplies = not neuron.current_based and math.frexp(neuron.decay)[0] == 0.5
@@ -377,7 +382,7 @@ def _parameters(neuron: Neuron, bfloat16: bool, cuda: bool) -> Any:
         neuron.time_steps,
         neuron.constant,
         OUTPUTS.index(neuron.output),
-        bfloat16,
+        dtype is torch.bfloat16,
         neuron.current_based,
         neuron.decay_input,
         multiplies,
@@ -397,16 +402,18 @@ def _parameters(neuron: Neuron, bfloat16: bool, cuda: bool) -> Any:
     return numpy.frombuffer(bytes(parameters), dtype=numpy.dtype(_Parameters))
 
 
-def _launch(kernel: str, neuron: Neuron, current: Tensor, *tensors: Tensor | None) -> None:
-    """Runs a kernel of kernels.c on contiguous tensors, None for a null pointer."""
+def _launch(kernel: str, neuron: Neuron, *tensors: Tensor | None) -> None:
+    """Runs a kernel on contiguous tensors, the current first; None becomes a null pointer."""
+    current = tensors[0]
+    assert current is not None
     size = current.numel() if neuron.constant else current.numel() // neuron.time_steps
     if size == 0:
         return
-    parameters = _parameters(neuron, current.dtype is torch.bfloat16, current.is_cuda)
+    parameters = _parameters(neuron, current.dtype, current.is_cuda)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     if not current.is_cuda:
         threads = torch.get_num_threads() if size * neuron.time_steps > SERIAL_LIMIT else 1
-        getattr(_found(_native()), kernel)(parameters, current.data_ptr(), *pointers, size, threads)
+        getattr(_found(_native()), kernel)(parameters, *pointers, size, threads)
         return
     # The backward keeps its voltages in shared memory: 48 KiB a block at most.
     block = min(128, 49152 // (4 * neuron.time_steps) // 32 * 32)
@@ -418,7 +425,7 @@ def _launch(kernel: str, neuron: Neuron, current: Tensor, *tensors: Tensor | Non
         module.get_function(kernel)(
             (-(-size // block),),
             (block,),
-            (parameters, current.data_ptr(), *pointers, size, 1),
+            (parameters, *pointers, size, 1),
             shared_mem=4 * neuron.time_steps * block if kernel == "neuron_backward" else 0,
         )
 

@@ -1,0 +1,228 @@
+"""Fused neurons beside SpikingJelly's own, an unrolled torch loop and `torch.compile`.
+
+    python -m benchmarks.kernels [--device cuda] [--compile] [--quick] [--out FILE]
+
+Contenders take turns within one run and medians are compared: what disturbs one disturbs all. Times
+are microseconds a call; other numbers are multiples of the fused kernel's time, or of the named
+baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from sansac import kernels
+
+WIDTH = 256
+BATCHES = (1, 16, 256, 2048, 8192)
+STEPS = (1, 5, 16)
+NEURON: dict[str, Any] = {
+    "tau": 2.0,
+    "decay_input": True,
+    "v_threshold": 1.0,
+    "v_reset": 0.0,
+    "surrogate": "rectangle",
+    "alpha": 1.0,
+    "detach_reset": False,
+}
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc not to return freed memory to the system and fault it in again, call after call.
+
+    Otherwise page faults, which depend on what was allocated before, are half of what is measured.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**30)
+
+
+def alternate(
+    contenders: dict[str, Callable[[], object]], device: torch.device, seconds: float
+) -> dict[str, float]:
+    """Median microseconds a call of each, taking turns."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def measure(call: Callable[[], object], repeats: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        wait()
+        return (time.perf_counter() - start) / repeats
+
+    repeats, total = {}, 0.0
+    for name, call in contenders.items():
+        call()
+        once = measure(call, 1)
+        repeats[name] = max(1, int(seconds / 15 / once))
+        total += repeats[name] * once
+    rounds = min(15, max(3, int(len(contenders) * seconds / total)))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            times[name].append(measure(call, repeats[name]))
+    return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+
+
+def neurons(
+    batch: int, steps: int, device: torch.device, compile_loop: bool, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Spikes of `batch` x WIDTH neurons over `steps`: forward, and forward + backward."""
+    current = torch.randn(steps, batch, WIDTH, device=device) * 2
+    upstream = torch.randn_like(current)
+    leaf = current.clone().requires_grad_()
+    fused = kernels.backend_for("auto", device)
+
+    def lif(backend: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: kernels.lif(x, time_steps=steps, backend=backend, **NEURON)
+
+    functions = {name: lif(name) for name in dict.fromkeys((fused, "spikingjelly", "torch"))}
+    if compile_loop:
+        torch._dynamo.reset()
+        functions["compile"] = torch.compile(lif("torch"))
+
+    def forward(function: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        def call() -> None:
+            with torch.no_grad():
+                function(current)
+
+        return call
+
+    def both(function: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(leaf), leaf, upstream)
+
+    return {
+        "forward": alternate({n: forward(f) for n, f in functions.items()}, device, seconds),
+        "forward + backward": alternate(
+            {n: both(f) for n, f in functions.items()}, device, seconds
+        ),
+    }
+
+
+def networks(device: torch.device, seconds: float) -> dict[str, dict[str, float]]:
+    """24-256-256-4, T = 5, constant current: an update of 256, and one action."""
+    steps, batch = 5, 256
+    first, second, last = nn.Linear(24, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+    parameters = [p for layer in (first.to(device), second.to(device), last.to(device))
+                  for p in layer.parameters()]  # fmt: skip
+    backend = kernels.backend_for("auto", device)
+    shared = {"time_steps": steps, "backend": backend, **NEURON, "v_threshold": 0.3}
+
+    def spiking(observation: Tensor) -> Tensor:
+        spikes = kernels.lif(first(observation), constant=True, **shared)
+        return last(kernels.lif(second(spikes), output="mean", **shared))
+
+    def dense(observation: Tensor) -> Tensor:
+        return last(second(first(observation).relu()).relu())
+
+    observations = torch.randn(batch, 24, device=device)
+    with torch.no_grad():
+        spikes = kernels.lif(first(observations), constant=True, **shared)
+        rates = kernels.lif(second(spikes), output="mean", **shared)
+    spikes.requires_grad_()
+    rates.requires_grad_()
+    inputs = (observations, spikes, rates)
+    upstream = [torch.randn(batch, WIDTH, device=device), torch.randn_like(spikes),
+                torch.randn(batch, 4, device=device)]  # fmt: skip
+
+    def products() -> object:
+        outputs = [layer(x) for layer, x in zip((first, second, last), inputs, strict=True)]
+        return torch.autograd.grad(outputs, [*parameters, spikes, rates], upstream)
+
+    def update(network: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(network(observations), parameters, upstream[2])
+
+    def act(network: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        def call() -> None:
+            with torch.inference_mode():
+                network(observations[:1]).tanh()
+
+        return call
+
+    return {
+        "update of 256": alternate(
+            {"own products": products, "spiking": update(spiking), "dense": update(dense)},
+            device,
+            seconds,
+        ),
+        "one action": alternate({"dense": act(dense), "spiking": act(spiking)}, device, seconds),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        models = [s for s in information.read_text().splitlines() if s.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "machine": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "backend": kernels.backend_for("auto", device),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch; its default otherwise")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too: minutes")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time, coarser")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device, seconds = torch.device(arguments.device), 0.05 if arguments.quick else 0.5
+    keep_freed_memory()
+    about = machine(device)
+    fused = about["backend"]
+    others = ["spikingjelly", "torch", *(["compile"] if arguments.compile else [])]
+
+    console = Console()
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()))
+    table = Table("batch", "T", "pass", f"{fused} us", *(f"{name} x" for name in others),
+                  title=f"LIF, {WIDTH} neurons")  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for batch in BATCHES:
+        for steps in STEPS:
+            passes = neurons(batch, steps, device, arguments.compile, seconds)
+            for name, times in passes.items():
+                rows.append({"batch": batch, "time_steps": steps, "pass": name, "us": times})
+                ratios = [f"{times[other] / times[fused]:.1f}" for other in others]
+                table.add_row(str(batch), str(steps), name, f"{times[fused]:.1f}", *ratios)
+    console.print(table)
+
+    results = networks(device, 4 * seconds)
+    table = Table("24-256-256-4, T = 5", "baseline", "us", "spiking us", "ratio")
+    for name, times in results.items():
+        baseline = next(iter(times))
+        ratio = times["spiking"] / times[baseline]
+        cells = [f"{times[baseline]:.1f}", f"{times['spiking']:.1f}", f"{ratio:.2f}"]
+        table.add_row(name, baseline, *cells)
+    console.print(table)
+    if arguments.out:
+        report = {**about, "neurons": rows, "networks": results}
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
