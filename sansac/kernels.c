@@ -1,4 +1,5 @@
-/* Fused multi-step spiking neurons: forward, and backward through time.
+/* Fused multi-step spiking neurons: forward, and backward through time. At the end, the quantile
+ * Huber loss of truncated quantile critics, by the same means.
  *
  * One source for two compilers. A C compiler sees `real` as a SIMD vector of neurons and a kernel
  * as a function that walks over them; NVRTC sees `real` as a float and a kernel as one thread a
@@ -295,4 +296,42 @@ KERNEL neuron_backward(struct neuron given, const void *currents, const float *d
     const struct neuron p = with_learned(given, decay, threshold);
     EACH_BLOCK(size, threads, backward(p, currents, gradient, current_gradient, decay_gradient,
                                        threshold_gradient, size, i, groups, lanes))
+}
+
+/* ---- quantile Huber loss -------------------------------------------------------------------- */
+
+/* Predictions are [rows, samples], a quantile's level to a row; targets [atoms, samples]; `samples`
+ * is a multiple of GROUPS * LANES, so that no block crosses a row. For each prediction: the loss
+ * summed over atoms, w huber(d) with d = target - prediction, w = |level - (d < 0)|, and
+ * w clip(d, -1, 1), its negative derivative. */
+FUNCTION void huber(const float *predictions, const float *targets, float *loss, float *slope,
+                    long long samples, int quantiles, int atoms, long long i, int groups,
+                    int lanes) {
+    const real zero = {0};
+    const real one = zero + 1.0f, level = zero + ((float)(i / samples % quantiles) + 0.5f) / quantiles;
+    const float *column = targets + i % samples;
+    real prediction[GROUPS], sum[GROUPS], push[GROUPS];
+    for (int k = 0; k < groups; ++k) {
+        prediction[k] = load(predictions, i + k * LANES, lanes, 0);
+        sum[k] = push[k] = zero;
+    }
+    for (int atom = 0; atom < atoms; ++atom)
+        for (int k = 0; k < groups; ++k) {
+            const real d = load(column, atom * samples + k * LANES, lanes, 0) - prediction[k];
+            const real clipped = select(MASK(d > one), one, select(MASK(d < -one), -one, d));
+            const real weighted = select(MASK(d < zero), one - level, level) * clipped;
+            sum[k] = sum[k] + weighted * (d - 0.5f * clipped);
+            push[k] = push[k] + weighted;
+        }
+    for (int k = 0; k < groups; ++k) {
+        WRITE(sum[k], loss + i + k * LANES, lanes);
+        WRITE(push[k], slope + i + k * LANES, lanes);
+    }
+}
+
+KERNEL quantile_huber(const float *predictions, const float *targets, float *loss, float *slope,
+                      long long samples, long long quantiles, long long atoms, long long size,
+                      long long threads) {
+    EACH_BLOCK(size, threads, huber(predictions, targets, loss, slope, samples, (int)quantiles,
+                                    (int)atoms, i, groups, lanes))
 }

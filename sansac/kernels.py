@@ -430,6 +430,42 @@ def _launch(kernel: str, neuron: Neuron, *tensors: Tensor | None) -> None:
         )
 
 
+# ---- quantile Huber loss -------------------------------------------------------------------------
+
+BLOCK = 64  # a multiple of every GROUPS * LANES of kernels.c
+
+
+def quantile_huber(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Quantile Huber loss a sample, [B], and its derivative by the predictions, [C, B, Q].
+
+    prediction [C, B, Q], target [B, K], both float32; averaged over critics, quantiles and atoms.
+    None where no kernel runs: there is no compiler or no CuPy, or another dtype.
+    """
+    if prediction.dtype is not torch.float32 or backend_for("auto", prediction.device) == "torch":
+        return None
+    (copies, batch, quantiles), atoms = prediction.shape, target.shape[1]
+    samples = -(-batch // BLOCK) * BLOCK
+    # Samples side by side, so that a lane is a sample and all lanes share a quantile and an atom.
+    rows = prediction.new_zeros(copies, quantiles, samples)
+    rows[..., :batch] = prediction.transpose(1, 2)
+    columns = target.new_zeros(atoms, samples)
+    columns[:, :batch] = target.T
+    loss, slope = torch.empty_like(rows), torch.empty_like(rows)
+    pointers = [tensor.data_ptr() for tensor in (rows, columns, loss, slope)]
+    sizes = samples, quantiles, atoms, rows.numel()
+    if rows.numel() and not rows.is_cuda:
+        _found(_native()).quantile_huber(*pointers, *sizes, torch.get_num_threads())
+    elif rows.numel():
+        cupy, module = _found(_cupy())
+        stream = torch.cuda.current_stream(rows.device).cuda_stream
+        with torch.cuda.device(rows.device), cupy.cuda.ExternalStream(stream):
+            grid = (-(-rows.numel() // 128),)
+            module.get_function("quantile_huber")(grid, (128,), (*pointers, *sizes, 1))
+    pairs = copies * quantiles * atoms
+    per_sample = loss[..., :batch].sum((0, 1)) / pairs
+    return per_sample, slope[..., :batch].transpose(1, 2) / -pairs
+
+
 # ---- building ------------------------------------------------------------------------------------
 
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
@@ -517,6 +553,8 @@ def _native() -> ctypes.CDLL | BackendUnavailable:
     pointer, integer = ctypes.c_void_p, ctypes.c_longlong
     library.neuron_forward.argtypes = [_Parameters, *[pointer] * 4, integer, integer]
     library.neuron_backward.argtypes = [_Parameters, *[pointer] * 7, integer, integer]
+    library.quantile_huber.argtypes = [*[pointer] * 4, *[integer] * 5]
+    library.quantile_huber.restype = None
     library.neuron_forward.restype = library.neuron_backward.restype = None
     return library
 

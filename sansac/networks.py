@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sansac import kernels
 from sansac.config import Actor as ActorConfig
 from sansac.config import Critic as CriticConfig
 
@@ -221,6 +222,10 @@ class QuantileHuber(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, prediction: Tensor, target: Tensor, midpoints: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        if fused := kernels.quantile_huber(prediction, target):
+            loss, slope = fused
+            ctx.save_for_backward(slope)
+            return loss
         copies, _, quantiles = prediction.shape
         pairs = copies * quantiles * target.shape[1]
         delta = target[:, None, :] - prediction[..., None]

@@ -670,3 +670,44 @@ def test_bfloat16_on_a_gpu(cuda: torch.device, neuron: str) -> None:
     w = torch.tensor(0.2, device=cuda)
     actual = call(neuron, current.to(cuda), 0.3, w, **options(backend="cupy"))
     assert torch.equal(actual.cpu(), expected)
+
+
+# ---- quantile Huber loss -------------------------------------------------------------------------
+
+
+@given(
+    copies=st.integers(1, 3),
+    batch=st.integers(1, 130),
+    quantiles=st.integers(1, 26),
+    atoms=st.integers(1, 50),
+    seed=st.integers(0, 2**31 - 1),
+)
+@settings(max_examples=40, deadline=None)
+def test_quantile_huber_is_the_formula(
+    copies: int, batch: int, quantiles: int, atoms: int, seed: int
+) -> None:
+    """Against TQC's loss (Kuznetsov et al. 2020, eq. 8) and autograd, both in float64."""
+    stream = torch.Generator().manual_seed(seed)
+    prediction = 2 * torch.randn(copies, batch, quantiles, generator=stream)
+    target = 2 * torch.randn(batch, atoms, generator=stream)
+    fused = kernels.quantile_huber(prediction, target)
+    if fused is None:
+        pytest.skip("no C compiler")
+    exact = prediction.double().requires_grad_()
+    delta = target.double()[None, :, None, :] - exact[..., None]
+    level = ((torch.arange(quantiles, dtype=torch.float64) + 0.5) / quantiles)[:, None]
+    huber = torch.nn.functional.huber_loss(delta, torch.zeros_like(delta), reduction="none")
+    loss = ((level - (delta.detach() < 0).double()).abs() * huber).mean((0, 2, 3))
+    (slope,) = torch.autograd.grad(loss.sum(), exact)
+    torch.testing.assert_close(fused[0].double(), loss.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused[1].double(), slope, rtol=1e-5, atol=1e-7)
+
+
+def test_quantile_huber_of_a_nan_is_a_nan() -> None:
+    """A blown-up critic must show in the loss of its sample, and there alone."""
+    prediction, target = torch.zeros(2, 3, 4), torch.zeros(3, 5)
+    target[1, 2] = math.nan
+    fused = kernels.quantile_huber(prediction, target)
+    if fused is None:
+        pytest.skip("no C compiler")
+    assert fused[0].isnan().tolist() == [False, True, False]
