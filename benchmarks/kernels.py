@@ -10,7 +10,6 @@ baseline.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import statistics
@@ -38,18 +37,6 @@ NEURON: dict[str, Any] = {
     "alpha": 1.0,
     "detach_reset": False,
 }
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc not to return freed memory to the system and fault it in again, call after call.
-
-    Otherwise page faults, which depend on what was allocated before, are half of what is measured.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 2**30)
 
 
 def alternate(
@@ -192,7 +179,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device, seconds = torch.device(arguments.device), 0.05 if arguments.quick else 0.5
-    keep_freed_memory()
+    kernels.keep_freed_memory()
     about = machine(device)
     fused = about["backend"]
     others = ["spikingjelly", "torch", *(["compile"] if arguments.compile else [])]

@@ -135,6 +135,7 @@ class Manager:
                 f"this manager cannot train (on): Manager.resume({str(self.run_dir)!r}) goes on "
                 "with a run from its checkpoint"
             )
+        kernels.keep_freed_memory()
         if self.run_dir is None:
             self.run_dir = checkpoint.make_run_dir(self.config)
         with checkpoint.locked(self.run_dir), self._signals():
