@@ -51,6 +51,8 @@ CHANGEABLE = (
     "tensorboard", "runs_dir",
 )  # fmt: skip
 
+REESTIMATION_BATCHES = 20  # minibatches that BatchNorm's statistics are re-estimated from
+
 # What a checkpoint holds beside networks, environments and buffer: attributes of Manager.
 COUNTERS = (
     "step", "updates", "episodes", "collect_seconds", "learn_seconds", "logged_step",
@@ -210,19 +212,17 @@ class Manager:
         steps = self.step - from_step
         due = from_updates + math.floor(steps * self.config.learning.update_to_data + 1e-9)
         if self.updates < due:
-            self.algorithm.scale_learning_rates(self._learning_rate_factor())
+            self.algorithm.set_progress(self.step / self.config.total_steps)
+        batch_size, every = self.config.learning.batch_size, self.config.actor.reestimate_every
         while self.updates < due:
-            self.batch = self.replay.sample(self.config.learning.batch_size)
+            self.batch = self.replay.sample(batch_size)
             self.metrics = self.algorithm.update(self.batch)
             self.updates += 1
+            if every and self.updates % every == 0:
+                batches = (self.replay.sample(batch_size) for _ in range(REESTIMATION_BATCHES))
+                self.algorithm.reestimate([batch.observation for batch in batches])
         self.learn_seconds += time.perf_counter() - started
         self.progress.update(self.step, self.updates)
-
-    def _learning_rate_factor(self) -> float:
-        """1, then linearly down to 0.1 over the last `anneal` share of training."""
-        share = self.config.learning.anneal
-        left = max(0.0, 1 - self.step / self.config.total_steps)
-        return 1.0 if left >= share else 0.1 + 0.9 * left / share
 
     def _done(self) -> bool:
         reached = self.stop_at is not None and self.last_return >= self.stop_at

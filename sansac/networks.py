@@ -91,12 +91,80 @@ def normalisation(
     if config.layer_norm:
         norm = nn.LayerNorm(width)
     elif config.batch_norm:
-        norm = nn.BatchNorm1d(width, momentum=config.batch_norm_momentum)
+        momentum = config.batch_norm_momentum
+        norm = (
+            KalmanBatchNorm(width)
+            if momentum == "kalman"
+            else nn.BatchNorm1d(width, momentum=momentum)
+        )
     else:
         return nn.Identity()
     nn.init.constant_(norm.weight, gain)
     nn.init.constant_(norm.bias, bias)
     return norm
+
+
+class KalmanBatchNorm(nn.BatchNorm1d):
+    """BatchNorm whose running statistics move by how far a batch's can be trusted.
+
+    After CaRe-BN's confidence-adaptive update (Xu et al. 2026, arXiv:2509.23791), as a scalar
+    Kalman filter a channel: a batch statistic m is a measurement, with known variance R, of one
+    that drifts. The innovation d = m - running has E[d^2] = P + R, where P is the uncertainty of
+    the running value, so the gain K = P / (P + R) = max(0, 1 - R / E[d^2]), and running += K d.
+    """
+
+    memory = 0.05  # share of a new squared innovation in its running mean
+    surprise: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("surprise", torch.zeros(2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, width] in and out."""
+        if not self.training:
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        self.filter(x.detach())
+        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+    @torch.no_grad()
+    def filter(self, x: Tensor) -> None:
+        var, mean = torch.var_mean(x, dim=0)
+        measured = torch.stack([mean, var])
+        noise = torch.stack([var / len(x), 2 * var.square() / (len(x) - 1)])
+        running = torch.stack([self.running_mean, self.running_var])  # type: ignore[list-item]
+        innovation = measured - running
+        first = self.num_batches_tracked == 0  # type: ignore[operator]
+        memory = torch.where(first, 1.0, self.memory)
+        self.surprise.lerp_(innovation.square(), memory)
+        gain = torch.where(first, 1.0, (1 - noise / self.surprise.clamp_min(1e-12)).clamp_min(0))
+        running += gain * innovation
+        self.running_mean.copy_(running[0])  # type: ignore[union-attr]
+        self.running_var.copy_(running[1])  # type: ignore[union-attr]
+        self.num_batches_tracked += 1  # type: ignore[operator]
+
+
+@torch.no_grad()
+def reestimate(actor: nn.Module, observations: Sequence[Tensor]) -> None:
+    """Set BatchNorm's running statistics to their mean over batches of normalised observations.
+
+    CaRe-BN's re-calibration (Xu et al. 2026, arXiv:2509.23791): layer by layer, each with the
+    statistics of the layers before it already in place, as they will be when the actor acts.
+    """
+    norms = [module for module in actor.modules() if isinstance(module, nn.BatchNorm1d)]
+    for norm in norms:
+        sums: list[tuple[Tensor, Tensor]] = []
+        hook = norm.register_forward_pre_hook(
+            lambda _, inputs, sums=sums: sums.append(torch.var_mean(inputs[0], dim=0))
+        )
+        for observation in observations:
+            actor(observation)
+        hook.remove()
+        variances, means = map(torch.stack, zip(*sums, strict=True))
+        norm.running_mean.copy_(means.mean(0))  # type: ignore[union-attr]
+        norm.running_var.copy_(variances.mean(0) + means.var(0, correction=0))  # type: ignore[union-attr]
 
 
 class DenseActor(nn.Module):
@@ -110,12 +178,21 @@ class DenseActor(nn.Module):
         self.mean = nn.Linear(widths[-1], action_size)
         self.log_std = nn.Linear(widths[-1], action_size)
 
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, obs] -> mean and log standard deviation, each [B, act]."""
+    def forward(
+        self, observation: Tensor, stream: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[B, obs] -> mean and log standard deviation, each [B, act]. There is no noise in it."""
         x = observation
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = F.relu(norm(layer(x)))
         return self.mean(x), self.log_std(x).clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def penalty(self) -> float:
+        """Nothing is added to the actor's loss."""
+        return 0.0
+
+    def set_progress(self, progress: float) -> None:
+        """Nothing changes over training."""
 
 
 class StackedLinear(nn.Module):
