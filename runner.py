@@ -58,23 +58,25 @@ class Evaluate:
 
 
 def train(arguments: Sequence[str]) -> int:
-    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     scan.add_argument("--env")
     scan.add_argument("--config", nargs="+", action="extend", type=Path, default=[])
     scan.add_argument("--resume", type=Path)
-    early, _ = scan.parse_known_args([word for word in arguments if word not in ("-h", "--help")])
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    try:
+        early, _ = scan.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
     if early.resume:
         from sansac.checkpoint import read_config
 
         base = read_config(early.resume).dump()
         if early.config or early.env:
-            raise ConfigError(
-                "--resume takes the run's own configuration: no --config, no --env"
-            )
+            raise ConfigError("--resume takes the run's own configuration: no --config, no --env")
     else:
         files = merge(*(load_yaml(path) for path in early.config))
         env = early.env or files.get("env") or Config().env
-        base = merge(preset_for(env), files, {"env": env})
+        base = merge(preset_for(str(env)), files, {"env": env})
     asked = parse(Train, "train", arguments, default=Train(options=partial(base)))
     config = asked.options
 
@@ -122,7 +124,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps(result))
     else:
-        show(result)
+        show(result, "stochastic" if asked.stochastic else "deterministic")
     return 0
 
 
@@ -134,13 +136,13 @@ def parse(kind: type, command: str, arguments: Sequence[str], **default: Any) ->
     return tyro.cli(kind, prog=f"runner.py {command}", args=list(arguments), **default)
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any], kind: str = "deterministic") -> None:
     """An evaluation as a table on stdout."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{result['env']}, {result['actor']} actor, step {result['step']:,}")
-    table.add_column("deterministic evaluation" if not result.get("stochastic") else "stochastic")
+    table.add_column(f"{kind} evaluation")
     table.add_column("", justify="right")
     table.add_row("episodes", str(result["episodes"]))
     numbers = {k: f"{v:.1f}" for k, v in result.items() if isinstance(v, float)}
@@ -170,6 +172,8 @@ def main(arguments: Sequence[str]) -> int:
         return COMMANDS[command](rest)
     except ConfigError as error:
         fail(str(error), 2)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
     except (RuntimeError, FloatingPointError) as error:
         from sansac.checkpoint import CheckpointError
         from sansac.environments import NonFiniteError

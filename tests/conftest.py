@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from gymnasium.spaces import Box
 
@@ -166,3 +169,14 @@ def start(*words: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail("ended early: " + process.communicate()[1])
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
