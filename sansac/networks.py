@@ -115,6 +115,9 @@ class KalmanBatchNorm(nn.BatchNorm1d):
 
     memory = 0.05  # share of a new squared innovation in its running mean
     surprise: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -134,16 +137,16 @@ class KalmanBatchNorm(nn.BatchNorm1d):
         var, mean = torch.var_mean(x, dim=0)
         measured = torch.stack([mean, var])
         noise = torch.stack([var / len(x), 2 * var.square() / (len(x) - 1)])
-        running = torch.stack([self.running_mean, self.running_var])  # type: ignore[list-item]
+        running = torch.stack([self.running_mean, self.running_var])
         innovation = measured - running
-        first = self.num_batches_tracked == 0  # type: ignore[operator]
+        first = self.num_batches_tracked == 0
         memory = torch.where(first, 1.0, self.memory)
         self.surprise.lerp_(innovation.square(), memory)
         gain = torch.where(first, 1.0, (1 - noise / self.surprise.clamp_min(1e-12)).clamp_min(0))
         running += gain * innovation
-        self.running_mean.copy_(running[0])  # type: ignore[union-attr]
-        self.running_var.copy_(running[1])  # type: ignore[union-attr]
-        self.num_batches_tracked += 1  # type: ignore[operator]
+        self.running_mean.copy_(running[0])
+        self.running_var.copy_(running[1])
+        self.num_batches_tracked += 1
 
 
 @torch.no_grad()

@@ -103,6 +103,9 @@ class AdaptiveLIFNode(neuron.SimpleBaseNode):
     a[t] = decay a[t-1] + (1 - decay) adaptation S[t].
     """
 
+    v: Any  # 0.0 after a reset, then a tensor
+    raised: Any
+
     def __init__(self, tau: float, adaptation: float, decay: float, **common: Any) -> None:
         super().__init__(**common)
         self.tau, self.adaptation, self.decay = tau, adaptation, decay
@@ -245,12 +248,12 @@ class SpikingLayer(nn.Module):
         return kernels.lif(current, tau=config.tau, decay_input=config.decay_input, **shared)
 
     def _stepped(self, current: Tensor, output: kernels.Output) -> Tensor:
-        """SpikingJelly's node, one step at a time. Voltages are less what has raised a threshold."""
+        """SpikingJelly's node step by step; voltages are less what has raised its threshold."""
         if current.dim() == 2:
             current = current.expand(self.config.time_steps, -1, -1)
         node, shape = self.node, self.node.get_submodule("surrogate_function")
         node.train()  # in eval mode some of SpikingJelly's nodes drop their surrogate gradient
-        node.v_threshold = self.v_threshold
+        node.v_threshold = self.v_threshold  # type: ignore[assignment]
         shape.get_submodule("shape").alpha = 1 / self.surrogate_width  # type: ignore[assignment]
         above: list[Tensor] = []
         hook = shape.register_forward_pre_hook(lambda _, inputs: above.append(inputs[0]))
@@ -262,7 +265,8 @@ class SpikingLayer(nn.Module):
             spikes.append(node(step))
         functional.reset_net(node)
         hook.remove()
-        node.v_threshold = self.config.v_threshold  # no graph is kept: an agent can be copied
+        # No graph is kept, so that an agent can be copied.
+        node.v_threshold = self.config.v_threshold  # type: ignore[assignment]
         if output == "voltages":
             return torch.stack(above) + self.v_threshold
         return torch.stack(spikes) if output == "spikes" else torch.stack(spikes).mean(0)

@@ -234,8 +234,8 @@ class ByHand(nn.Module):
         rate = self.spikes.mean(0)
         if config.decoder == "population":
             weight, bias = (
-                actor.readout.get_parameter("weight"),
-                actor.readout.get_parameter("bias"),
+                actor.readout.get_parameter("weight")[..., 0],
+                actor.readout.get_parameter("bias")[..., 0],
             )
             groups = rate.reshape(len(rate), ACT, config.output_population)
             mean = torch.stack([(groups[:, a] * weight[a]).sum(1) + bias[a] for a in range(ACT)], 1)
