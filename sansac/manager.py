@@ -142,14 +142,12 @@ class Manager:
             checkpoint.write_config(self.config, self.run_dir)
             self._record("running")
             try:
-                result = self._train()
+                return self._train()
             except BaseException:
                 self._record("failed")
                 raise
             finally:
                 self._ended = True
-            self._record("interrupted" if self.interrupted else "finished", final=result)
-        return result
 
     def _train(self) -> dict[str, Any]:
         config, run_dir = self.config, self.directory
@@ -173,11 +171,18 @@ class Manager:
                 self.learn()
                 if crossed(self.step, self.logged_step, config.log_every):
                     self._log_training()
-            result = {} if self.interrupted else self._finish()
+            result: dict[str, Any] = {}
+            if not self.interrupted:
+                progress.note(f"final evaluation over {config.final_episodes} episodes")
+                result = self._evaluate_and_keep_best(config.final_episodes)
             self.save_checkpoint()
+            self._record("finished" if result else "interrupted", final=result)
+            if result:
+                self._illustrate()
+            else:
+                progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
             if self.interrupted:
                 logger.close(timeout=5)  # a cluster kills what takes long to stop
-                progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
             return result
 
     def collect(self) -> None:
@@ -233,13 +238,9 @@ class Manager:
         """Whether the run has reached its end and was evaluated there."""
         return self.step > 0 and self._done() and self.evaluated_step == self.step
 
-    def _finish(self) -> dict[str, Any]:
-        """The evaluation, picture and video that end a run."""
+    def _illustrate(self) -> None:
+        """The picture and the video of a finished run, and what online services keep of it."""
         config, run_dir = self.config, self.directory
-        self.progress.note(f"final evaluation over {config.final_episodes} episodes")
-        result = self._evaluate_and_keep_best(config.final_episodes)
-        if not result:
-            return {}
         plot_learning_curve(run_dir)
         if config.video:
             path = run_dir / "videos" / f"step-{self.step}.mp4"
@@ -250,7 +251,6 @@ class Manager:
                 self.progress.note(f"no video: {error or type(error).__name__}")
         agent = run_dir / "checkpoints" / "best.pt"
         self.logger.save_artifact(agent, f"{run_dir.name}-best", "model")
-        return result
 
     # -- evaluation --------------------------------------------------------------------------
 

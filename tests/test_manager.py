@@ -653,6 +653,30 @@ def test_a_video_that_fails_costs_no_training(
         assert read_record(manager.directory)["status"] == "finished"
 
 
+def test_the_end_of_training_is_saved_before_its_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """case 28: neither a signal nor an error while they are drawn costs the final evaluation."""
+    manager = Manager(tiny(tmp_path, video=True))
+    terminate_at(manager, 160, "record_video")
+    result = manager.train()
+    assert result and manager.interrupted == signal.SIGTERM
+    assert read_record(manager.directory)["status"] == "finished"
+    assert Manager.resume(manager.directory).finished
+
+    manager = Manager(tiny(tmp_path))
+    monkeypatch.setattr("sansac.manager.plot_learning_curve", fail)
+    with pytest.raises(OSError, match="disk full"):
+        manager.train()
+    resumed = Manager.resume(manager.directory)
+    assert resumed.finished
+    assert resumed.train()["return_mean"] == result["return_mean"]
+
+
+def fail(*arguments: Any) -> None:
+    raise OSError("disk full")
+
+
 @pytest.mark.parametrize("san", [False, True], ids=["dense", "spiking"])
 def test_the_policy_is_the_tanh_of_the_mean(san: bool) -> None:
     """case 9: deterministic, and scaled to the action's bounds (Pendulum's torque is 2)."""
@@ -806,7 +830,7 @@ def test_a_held_run_is_neither_trained_nor_changed(tmp_path: Path) -> None:
 
 def test_a_run_without_a_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
     manager = Manager(tiny(tmp_path))
-    before(manager, "collect", lambda: (_ for _ in ()).throw(OSError("disk full")))
+    before(manager, "collect", fail)
     with pytest.raises(OSError, match="disk full"):
         manager.train()
     with pytest.raises(CheckpointError, match=r"last\.pt does not exist$"):
