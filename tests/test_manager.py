@@ -79,6 +79,26 @@ STACKS: dict[str, dict[str, Any]] = {
             "log_std_learning_rate": 1e-4,
         },
     },
+    "pendulum-every-part": {
+        "san": True,
+        "num_envs": 1,
+        "learning": {"update_to_data": 0.3},
+        "actor": {"batch_norm": True, "batch_norm_momentum": "kalman", "reestimate_every": 7},
+        "spiking": {
+            "encoder": "poisson", "decoder": "population", "neuron": "plif", "time_steps": 3,
+            "learn_threshold": True, "output_connections": True, "charge_noise": 0.1,
+            "transmission_noise": 0.1, "firing_penalty": 1.0, "surrogate_start": 3.0,
+            "surrogate_schedule": 1.0,
+        },
+    },
+    "pendulum-by-return": {
+        "san": True,
+        "learning": {"update_to_data": 0.1},
+        "spiking": {
+            "encoder": "population-current", "decoder": "membrane", "neuron": "alif",
+            "surrogate_start": 3.0, "surrogate_returns": [-600.0, 0.0],
+        },
+    },
     "walker-dense": {
         **WALKER,
         "num_envs": 3,
@@ -409,6 +429,7 @@ def test_the_arithmetic_of_the_ratio(ratio: Any, num_envs: int, starts: int, rou
     manager.learning_from = (starts, 0)
     manager.step = manager.updates = 0
     manager.learn_seconds = 0.0
+    manager.best_return = None
 
     class Nothing:
         def __getattr__(self, name: str) -> Callable[..., None]:

@@ -485,7 +485,7 @@ def test_the_trace_is_what_the_forward_pass_does(stack: dict[str, Any]) -> None:
     traces = actor.trace(observations())
     assert len(traces) == len(actor.layers)
     assert torch.equal(traces[-1].spikes.mean(0), rate_of(actor))
-    x = actor.encoder(observations())
+    x = observations() if actor.encoder is None else actor.encoder(observations())
     for trace, layer in zip(traces, actor.layers, strict=True):
         x = layer(x, "spikes")
         assert torch.equal(trace.spikes, x)
@@ -531,6 +531,7 @@ def test_statistics_count_every_spiking_layer() -> None:
     actor = make_actor(encoder="population", decoder="population")
     names = ("firing_rate", "in_window", "silent", "saturated")
     expected = {f"spiking/{name}/{i}" for name, i in itertools.product(names, range(3))}
+    expected.add("spiking/outside_range")
     assert set(actor.statistics(observations())) == expected
 
 
