@@ -158,7 +158,10 @@ NEURON_NAMES = ["lif", "plif", "cuba", "clif", "alif"]  # `spiking.register_neur
 
 def _known_neuron(name: str) -> str:
     if name not in NEURON_NAMES:
-        raise ValueError(f"expected one of {', '.join(NEURON_NAMES)}, found {name!r}")
+        raise ValueError(
+            f"expected one of {', '.join(NEURON_NAMES)}, or one of your own after "
+            f"sansac.spiking.register_neuron, found {name!r}"
+        )
     return name
 
 

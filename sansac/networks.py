@@ -143,18 +143,22 @@ class KalmanBatchNorm(nn.BatchNorm1d):
             return F.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
             )
-        self.filter(x)
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        before = self.last.clone()
+        y = F.batch_norm(  # with a momentum of 1 it leaves the batch's own statistics in `last`
+            x, self.last[0], self.last[1], self.weight, self.bias,
+            training=True, momentum=1.0, eps=self.eps,
+        )  # fmt: skip
+        self.filter(before)
+        return y
 
     @torch.no_grad()
-    def filter(self, x: Tensor) -> None:
-        var, mean = torch.var_mean(x, dim=0)
-        measured = torch.stack([mean, var])
+    def filter(self, before: Tensor) -> None:
+        """Take in the statistics of the last batch, `before` being those of the one before it."""
         running = torch.stack([self.running_mean, self.running_var])
-        innovation = measured - running
+        innovation = self.last - running
         seen = self.num_batches_tracked
         memory = (1 / seen.clamp_min(1)).clamp_min(self.memory)  # a plain mean at first
-        self.noise.lerp_((measured - self.last).square() / 2, memory)
+        self.noise.lerp_((self.last - before).square() / 2, memory)
         self.surprise.lerp_(innovation.square(), memory)
         prior = torch.maximum(self.uncertainty, self.surprise - 2 * self.noise)
         gain = prior / (prior + self.noise).clamp_min(1e-12)
@@ -162,7 +166,6 @@ class KalmanBatchNorm(nn.BatchNorm1d):
         self.uncertainty.copy_(gain * self.noise)
         self.running_mean.copy_(running[0] + gain[0] * innovation[0])
         self.running_var.copy_(running[1] + gain[1] * innovation[1])
-        self.last.copy_(measured)
         self.num_batches_tracked += 1
 
 

@@ -152,10 +152,13 @@ def register_neuron(name: str) -> Callable[[Callable[..., nn.Module]], Callable[
     What it makes charges, fires and resets once a call, as a subclass of SpikingJelly's
     `SimpleBaseNode` does. Whoever loads the agent registers it first.
     """
+    if name in FUSED:
+        raise ValueError(f"the neuron {name!r} is computed by kernels: choose another name")
 
     def register(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         NEURONS[name] = make
-        NEURON_NAMES.append(name)
+        if name not in NEURON_NAMES:
+            NEURON_NAMES.append(name)
         return make
 
     return register

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import annotated_types
+import numpy as np
 import pytest
 import yaml
 from conftest import flags, leaves, tiny
@@ -34,7 +35,14 @@ from sansac.config import (
     resolve,
     slug,
 )
-from sansac.spiking import FUSED
+from sansac.spiking import FUSED, load_popsan
+
+STACKS = ("popsan", "mdc_san", "ilc_san", "care_bn", "plain_lif")
+
+
+def is_task(path: Path) -> bool:
+    return path.stem not in STACKS
+
 
 # -- drawing any valid configuration ---------------------------------------------------------------
 
@@ -339,6 +347,25 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 def test_every_preset_is_valid_and_says_what_it_is(path: Path) -> None:
     assert resolve(load_yaml(path)) != Config()
     assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("task", [p.stem for p in sorted(CONFIGS.glob("*.yaml")) if is_task(p)])
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_published_stack_is_whole_on_any_task(stack: str, task: str) -> None:
+    """Whatever the task's preset chooses, the actor is the published one."""
+    over = resolve(load_yaml(CONFIGS / f"{task}.yaml"), load_yaml(CONFIGS / f"{stack}.yaml"))
+    alone = resolve(load_yaml(CONFIGS / f"{stack}.yaml"))
+    assert over.spiking == alone.spiking and over.san
+    for field in ("layer_norm", "batch_norm", "batch_norm_momentum", "reestimate_every"):
+        assert getattr(over.actor, field) == getattr(alone.actor, field)
+    assert over.learning == resolve(load_yaml(CONFIGS / f"{task}.yaml")).learning
+
+
+def test_the_popsan_preset_is_the_actor_of_the_published_parameters() -> None:
+    with np.load(Path(__file__).parent / "golden" / "popsan_bipedal.npz") as file:
+        given = {k.removeprefix("param."): file[k] for k in file.files if k.startswith("param.")}
+    config = resolve(load_yaml(CONFIGS / "popsan.yaml"))
+    assert load_popsan(given).config == config.spiking
 
 
 # -- precedence ------------------------------------------------------------------------------------
