@@ -542,8 +542,14 @@ STACKS: list[dict[str, Any]] = [
     {},
     {"neuron": "cuba", "encoder": "population", "decoder": "population", "log_std": "mlp"},
     {"neuron": "lif", "encoder": "population", "v_threshold": 0.2, "surrogate": "atan"},
+    {"neuron": "clif", "v_threshold": 0.2},
+    {"neuron": "alif", "encoder": "population-current", "v_threshold": 0.1},
+    {"neuron": "plif", "encoder": "poisson", "v_threshold": 0.1, "learn_threshold": True},
+    {"neuron": "cuba", "decoder": "population", "output_connections": True, "v_threshold": 0.1},
 ]
-each_stack = pytest.mark.parametrize("stack", STACKS, ids=["current", "popsan", "mixed"])
+each_stack = pytest.mark.parametrize(
+    "stack", STACKS, ids=["current", "popsan", "mixed", "clif", "alif", "plif", "ilc"]
+)
 
 
 def heads(actor: SpikingActor, observation: Tensor) -> Tensor:
