@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sansac.config import Config
-from sansac.networks import DenseActor, RunningNorm, make_critic, squashed_sample
+from sansac.networks import DenseActor, RunningNorm, make_critic, reestimate, squashed_sample
 from sansac.replay import Batch
 from sansac.spiking import SpikingActor
 
@@ -65,7 +65,7 @@ class SAC:
     @torch.no_grad()
     def explore(self, observation: Tensor) -> Tensor:
         """Actions sampled from the current actor, [B, obs] -> [B, act]."""
-        mean, log_std = self.actor(self.normalize(observation))
+        mean, log_std = self.actor(self.normalize(observation), self.exploration)
         noise = torch.randn(mean.shape, generator=self.exploration, device=self.device)
         return torch.tanh(mean + log_std.exp() * noise)
 
@@ -110,7 +110,7 @@ class SAC:
         """J(pi) = E[alpha log pi(a|s) - Q(s, a)] (paper, eq. 7)."""
         value = self.critic.value(batch.observation, action)
         assert value.shape == log_prob.shape, (value.shape, log_prob.shape)
-        return (alpha * log_prob - value).mean()
+        return (alpha * log_prob - value).mean() + self.actor.penalty()
 
     # -- the update --------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class SAC:
         }
 
     def _sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.actor(observation)
+        mean, log_std = self.actor(observation, self.noise)
         noise = torch.randn(mean.shape, generator=self.noise, dtype=mean.dtype, device=self.device)
         return squashed_sample(mean, log_std, noise)
 
@@ -166,8 +166,19 @@ class SAC:
         loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
         optimizer.step()
 
-    def scale_learning_rates(self, factor: float) -> None:
-        """Set every learning rate to `factor` times its configured value."""
+    def reestimate(self, observation: Tensor) -> None:
+        """Re-estimate BatchNorm's running statistics from raw observations, [B, obs]."""
+        for actor in {self.actor, self.policy_actor}:
+            reestimate(actor, self.normalize(observation))
+
+    def set_progress(self, progress: float, best_return: float | None = None) -> None:
+        """Follow the schedules: `progress` is the share of training done, 0 to 1.
+
+        Learning rates stay, then fall linearly to a tenth over the last `learning.anneal` share.
+        """
+        share, left = self.config.learning.anneal, max(0.0, 1 - progress)
+        factor = 1.0 if left >= share else 0.1 + 0.9 * left / share
+        self.actor.set_progress(progress, best_return)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -219,7 +230,9 @@ class SAC:
             self.noise.set_state(state["streams"]["noise"].cpu())
 
 
-def make_actor(config: Config, observation_size: int, action_size: int) -> nn.Module:
+def make_actor(
+    config: Config, observation_size: int, action_size: int
+) -> DenseActor | SpikingActor:
     """The actor switch: both kinds map [B, obs] to (mean, log_std), each [B, act]."""
     if config.san:
         return SpikingActor(config.actor, config.spiking, observation_size, action_size)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -126,8 +127,12 @@ class Actor(Section):
     batch_norm: bool = False
     """BatchNorm before each activation or neuron: batch statistics in the actor's loss, running
     ones everywhere else; folds into the weights."""
-    batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Share of a batch's statistics that enters the running ones."""
+    batch_norm_momentum: Literal["kalman"] | Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of a batch's statistics that enters the running ones; "kalman" weighs it by how far
+    the batch can be trusted (CaRe-BN)."""
+    reestimate_every: Annotated[Int, Field(ge=0)] = 0
+    """Updates between re-estimations of BatchNorm's running statistics from replay (CaRe-BN);
+    0: never."""
     average: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the current weights that enters, each update, the average that is evaluated and
     saved as the policy; 1 evaluates the current weights."""
@@ -148,19 +153,34 @@ class Critic(Section):
     """Largest of the pooled quantiles of both critics left out of the target (quantiles > 1)."""
 
 
+NEURON_NAMES = ["lif", "plif", "cuba", "clif", "alif"]  # `spiking.register_neuron` adds to them
+
+
+def _known_neuron(name: str) -> str:
+    if name not in NEURON_NAMES:
+        raise ValueError(
+            f"expected one of {', '.join(NEURON_NAMES)}, or one of your own after "
+            f"sansac.spiking.register_neuron, found {name!r}"
+        )
+    return name
+
+
 class Spiking(Section):
     """The spiking actor: encoder -> LIF layers -> decoder."""
 
     time_steps: Annotated[Int, Field(ge=1, le=64)] = 2
     """Simulation steps T a control step; 1 is a binary-activation network."""
-    encoder: Literal["current", "population"] = "current"
+    encoder: Literal["current", "population", "population-current", "poisson"] = "current"
     """current: the observation drives layer 1 as analogue current; population: learned Gaussian
-    receptive fields that emit deterministic spikes (PopSAN)."""
-    neuron: Literal["lif", "cuba"] = "lif"
-    """SpikingJelly's LIFNode or its current-based CUBALIFNode."""
-    decoder: Literal["rate", "population"] = "rate"
-    """rate: linear read-out of mean spikes; population: a spiking output population, read out a
-    group an action (PopSAN)."""
+    receptive fields that emit deterministic spikes (PopSAN); population-current: the fields'
+    activations as current (MDC-SAN); poisson: the fields' activations as spike probabilities."""
+    neuron: Annotated[str, AfterValidator(_known_neuron)] = "lif"
+    """lif, plif (learned tau), cuba (current-based), clif (complementary): SpikingJelly's LIFNode,
+    ParametricLIFNode, CUBALIFNode and ComplementaryLIFNode; alif: LIF with an adaptive threshold;
+    or one of your own (docs/spiking.md)."""
+    decoder: Literal["rate", "membrane", "population"] = "rate"
+    """rate: linear read-out of mean spikes; membrane: linear into non-spiking integrators;
+    population: a spiking output population, read out a group an action (PopSAN)."""
     log_std: Literal["shared", "linear", "mlp"] = "shared"
     """Head of the log standard deviation: linear on the spiking features, one linear layer on the
     observation, or a network of its own."""
@@ -168,29 +188,57 @@ class Spiking(Section):
     """Adam's step for a `linear` or `mlp` head; none: the actor's."""
     surrogate: Literal["rectangle", "triangle", "atan", "sigmoid", "fast_sigmoid"] = "rectangle"
     """Shape of the surrogate gradient of the spike."""
+    surrogate_start: Positive | None = None
+    """Width at the start of training, narrowing (or widening) to `surrogate_width`; none: no
+    schedule."""
+    surrogate_schedule: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of training, from its start, over which the width moves."""
+    surrogate_returns: tuple[Number, Number] | None = None
+    """Evaluation returns, low and high, between which the width moves instead, following the best
+    return so far; none: it follows training."""
     surrogate_width: Positive = 1.0
     """Width of the surrogate in volts; its area stays 1 (`fast_sigmoid`, SpikingJelly's SuperSpike,
     has a width of its own: here this divides its height)."""
     v_threshold: Positive = 0.5
     """Voltage (V) at which a neuron fires."""
+    learn_threshold: bool = False
+    """Whether each layer learns its own threshold, from `v_threshold` on."""
     tau: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0 / 3.0
-    """Membrane time constant of `lif`, in simulation steps."""
+    """Membrane time constant, in simulation steps; where `plif` starts. `cuba` has its decays."""
     decay_input: bool = False
-    """Whether the membrane's leak divides the input current of `lif` too."""
+    """Whether the membrane's leak divides the input current of `lif` and `plif` too."""
+    adaptation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """How far (V) lasting firing raises the threshold of `alif`."""
+    adaptation_decay: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    """Share of that rise that `alif` keeps a step."""
     current_decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of the synaptic current that `cuba` keeps a step."""
     voltage_decay: Annotated[float, Field(ge=0, lt=1)] = 0.75
     """Share of the voltage that `cuba` keeps a step."""
     detach_reset: bool = False
-    """Whether the reset is left out of the gradient."""
+    """Whether the reset is left out of the gradient (`clif` has it always there)."""
     input_population: Annotated[Int, Field(ge=1)] = 10
-    """Receptive fields an observation entry (encoder `population`)."""
+    """Receptive fields an observation entry (all encoders but `current`)."""
     input_range: Positive = 3.0
     """Fields are centred evenly on [-range, range], in standard deviations of the observation."""
     input_std: Positive = 0.15**0.5
     """Initial width of a field, in the same unit."""
     output_population: Annotated[Int, Field(ge=1)] = 10
     """Spiking output neurons an action entry (decoder `population`)."""
+    output_connections: bool = False
+    """Connections among an action's output neurons, one step delayed (ILC-SAN)."""
+    membrane: Literal["last", "mean", "max"] = "last"
+    """Which voltage of its integrators the `membrane` decoder reads."""
+    membrane_tau: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Time constant of those integrators, in simulation steps."""
+    charge_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Standard deviation of noise on currents in training and exploration (NoisySAN)."""
+    transmission_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Standard deviation of noise on spikes in training and exploration (NoisySAN)."""
+    firing_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight, in the actor's loss, of firing above `target_rate`; 0: none."""
+    target_rate: Fraction = 0.1
+    """Rate (spikes a neuron a step) up to which firing costs nothing."""
     backend: Literal["auto", "cupy", "native", "torch", "spikingjelly"] = "auto"
     """What computes the neurons: fused CuPy or compiled C kernels, plain torch, or SpikingJelly."""
 
@@ -291,6 +339,20 @@ class Config(Section):
             )
         if self.actor.layer_norm and self.actor.batch_norm:
             raise ValueError("actor.layer_norm and actor.batch_norm exclude each other: choose one")
+        spiking = self.spiking
+        if spiking.output_connections and spiking.decoder != "population":
+            raise ValueError(
+                "spiking.output_connections needs the output population of "
+                f"spiking.decoder 'population', found {spiking.decoder!r}"
+            )
+        returns = spiking.surrogate_returns
+        if returns is not None and returns[0] >= returns[1]:
+            raise ValueError(f"spiking.surrogate_returns: {returns[0]} is not below {returns[1]}")
+        if spiking.neuron not in ("lif", "plif", "cuba") and spiking.backend in ("cupy", "native"):
+            raise ValueError(
+                f"spiking.backend {spiking.backend!r} has no kernel of spiking.neuron "
+                f"{spiking.neuron!r}; use auto"
+            )
         if self.critic.quantiles > 1 and self.critic.drop >= 2 * self.critic.quantiles:
             raise ValueError(
                 f"critic.drop ({self.critic.drop}) would leave none of the 2 x "
