@@ -1,48 +1,50 @@
 """Seeing inside a trained actor: one episode as pictures and a page that holds them all.
 
-What the pictures show is traced one observation at a time, as the actor acts: the spikes are those
-of the episode itself, to the last one.
+Spikes are traced one observation at a time, as the actor acts: they are those of the episode itself,
+to the last one.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from sansac.checkpoint import write_atomically
 from sansac.config import ConfigError
 from sansac.environments import EVALUATION, Episodic, env_factory, episode_seed
 from sansac.evaluation import run_episode
+from sansac.inspection_plots import (
+    THEMES,
+    draw_encoder,
+    draw_membranes,
+    draw_raster,
+    draw_rates,
+    draw_tuning,
+    render,
+)
 from sansac.manager import Manager
 from sansac.networks import DenseActor
 from sansac.plots import COLORS
 from sansac.spiking import SpikingActor
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 PAGE = "index.html"
+PICTURES = ("raster", "zoom", "membranes", "rates", "activations", "encoder", "tuning")
 MAX_STEPS = 4_000  # control steps that are traced: pictures of more say no more
 MAX_ENTRIES = 24  # panels of observation entries
 MAX_ACTIONS = 8  # rows of action traces
 ZOOM = 48  # simulation steps that the close-ups show, about
-
-# Okabe and Ito's colours; each line has a dash of its own too, for print in grey.
-LINES = [("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", "-")]
-THRESHOLD = "#D55E00"
-THEMES = {"light": ("#ffffff", "#24292f"), "dark": ("#16191d", "#dfe3e8")}  # paper and ink
+QUARTILES = (0.25, 0.5, 0.75)
 
 
 # -- an episode and what the layers did in it --------------------------------------------------
@@ -61,8 +63,17 @@ class Layer:
     """Membrane voltages before reset, [K, T, N]."""
     threshold: float = 0.0
     window: float = 0.0
-    """Width around the threshold where the surrogate passes a gradient (V)."""
+    """The surrogate's width around the threshold (V)."""
     resets_to_zero: bool = True
+
+    @property
+    def spiking(self) -> bool:
+        return self.activity.dtype == bool
+
+    @property
+    def label(self) -> str:
+        unit = "fields" if self.name == "encoder" else "neurons"
+        return self.name.replace(" (", "\n(") + f"\n{len(self.order)} {unit}"
 
     @property
     def rate(self) -> np.ndarray:
@@ -70,18 +81,19 @@ class Layer:
         return self.activity.mean((0, 1), dtype=np.float64)
 
     @property
-    def silent(self) -> float:
-        """Share of neurons that are never active."""
-        return float((self.activity == 0).all((0, 1)).mean())
+    def silent(self) -> np.ndarray:
+        """Which neurons are never active, [N]."""
+        return np.asarray(~self.activity.any((0, 1)))
 
     @property
-    def saturated(self) -> float:
-        """Share of neurons that fire at every simulation step."""
-        return float((self.activity == 1).all((0, 1)).mean())
+    def saturated(self) -> np.ndarray:
+        """Which neurons fire at every simulation step, [N]; those of a dense layer have no such
+        bound."""
+        return np.asarray(self.activity.all((0, 1)) & self.spiking)
 
     @property
     def in_window(self) -> float | None:
-        """Share of voltages where the surrogate passes a gradient."""
+        """Share of voltages within the surrogate's width around the threshold."""
         if self.voltage is None:
             return None
         return float((np.abs(self.voltage - self.threshold) < self.window / 2).mean())
@@ -124,7 +136,7 @@ class Recorder(gym.Wrapper):
         self.frames: dict[int, np.ndarray] = {}
         self.stride = 1
         self.no_frames = (
-            "" if env.render_mode == "rgb_array" else "the environment renders no frames"
+            "" if env.render_mode == "rgb_array" else "the environment's render_mode gives none"
         )
 
     def reset(self, **options: Any) -> Any:
@@ -257,286 +269,10 @@ def tuning(
     return np.stack(curves)
 
 
-# -- pictures ----------------------------------------------------------------------------------
-
-
-def new_figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def style(theme: str) -> dict[str, Any]:
-    """matplotlib's settings for one of THEMES."""
-    paper, ink = THEMES[theme]
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings: dict[str, Any] = {name: ink for name in inked}
-    settings |= {name: paper for name in ("figure.facecolor", "axes.facecolor")}
-    return settings | {
-        "savefig.facecolor": paper,
-        "font.size": 9,
-        "axes.titlesize": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
-
-
-def ink() -> str:
-    import matplotlib
-
-    return matplotlib.rcParams["text.color"]
-
-
-def draw_raster(episode: Episode, accent: str, steps: range) -> Figure:
-    """Frames, the layers' activity and the actions of some control steps, on one time axis."""
-    layers, actions = episode.layers, episode.actions[:, :MAX_ACTIONS]
-    frames = {k: f for k, f in episode.frames.items() if k in steps}
-    frames = dict(list(frames.items())[:: 1 + (len(frames) - 1) // 8]) if frames else {}
-    whole = len(steps) == episode.steps
-    strip = [1.2] if frames and whole else []
-    rasters = [float(np.clip(0.012 * len(layer.order), 0.7, 2.4)) for layer in layers]
-    heights = [*strip, *rasters, *[0.5] * actions.shape[1]]
-    figure = new_figure(11, sum(heights) + 1.0)
-    rows = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    if strip:
-        draw_frames(rows.pop(0), frames, steps)
-    for axes, layer in zip(rows, layers, strict=False):
-        draw_activity(axes, layer, steps)
-    add_simulation_steps(rows[0], episode.time_steps)
-    for i, axes in enumerate(rows[len(layers) :]):
-        axes.stairs(actions[steps, i], [*steps, steps.stop], baseline=None, color=accent, lw=0.9)
-        low, high = actions[:, i].min(), actions[:, i].max()
-        axes.set_ylim(low - 0.1 * (high - low + 1e-6), high + 0.1 * (high - low + 1e-6))
-        axes.set_ylabel(f"action {i}", rotation=0, ha="right", va="center")
-    if not whole:
-        for axes in rows:
-            axes.vlines(list(steps), 0, 1, transform=axes.get_xaxis_transform(), color=THRESHOLD,
-                        lw=0.5, alpha=0.6)  # fmt: skip
-    rows[-1].set_xlim(steps.start, steps.stop)
-    rows[-1].set_xlabel("control step")
-    figure.align_ylabels(rows)
-    return figure
-
-
-def draw_frames(axes: Axes, frames: dict[int, np.ndarray], steps: range) -> None:
-    """Each frame stands to the right of the line that marks its control step."""
-    starts = list(frames)
-    width = starts[1] - starts[0] if len(starts) > 1 else len(steps)
-    for start, frame in frames.items():
-        place = axes.inset_axes((start, 0, 0.97 * width, 0.88), transform=axes.get_xaxis_transform())
-        place.imshow(frame)
-        place.set_anchor("SW")
-        place.set_axis_off()
-        axes.axvline(start, color=ink(), lw=0.8)
-        axes.text(start, 0.93, f" step {start}", transform=axes.get_xaxis_transform(), fontsize=8)
-    axes.set_yticks([])
-    axes.tick_params(bottom=False)
-    axes.spines[:].set_visible(False)
-
-
-def draw_activity(axes: Axes, layer: Layer, steps: range) -> None:
-    """A layer's neurons, sorted, against simulation steps; more spikes, more ink."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    paper = axes.get_facecolor()
-    tint = LinearSegmentedColormap.from_list("ink", [paper, ink()])
-    image = layer.activity[steps].reshape(-1, len(layer.order)).T[layer.order].astype(np.float32)
-    # Few columns would be blurred into one another where many rows are shrunk.
-    image = image.repeat(1 + 1600 // image.shape[1], axis=1)
-    spikes = layer.activity.dtype == bool
-    top = 1.0 if spikes else max(float(np.quantile(layer.activity, 0.99)), 1e-6)
-    extent = (steps.start, steps.stop, len(layer.order), 0)
-    axes.imshow(image, cmap=tint, vmin=0, vmax=top, aspect="auto", extent=extent)
-    axes.set_ylabel(f"{layer.name}\n{'field' if layer.name == 'encoder' else 'neuron'}, sorted")
-    axes.set_yticks([0, len(layer.order)])
-
-
-def add_simulation_steps(axes: Axes, time_steps: int) -> None:
-    if time_steps == 1:
-        return
-    scale = (lambda x: x * time_steps, lambda x: x / time_steps)
-    axes.secondary_xaxis("top", functions=scale).set_xlabel("simulation step")
-
-
-def draw_membranes(
-    layers: Sequence[Layer], neurons: Sequence[tuple[int, int]], accent: str, steps: range
-) -> Figure:
-    """Voltages of some neurons, from reset at each control step on, spikes marked."""
-    figure = new_figure(11, 1.05 * len(neurons) + 1.1)
-    rows = figure.subplots(len(neurons), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (i, neuron) in zip(rows, neurons, strict=True):
-        layer = layers[i]
-        draw_membrane(axes, layer, neuron, accent, steps)
-        rate = layer.rate[neuron]
-        axes.set_title(f"{layer.name}, neuron {neuron}: {rate:.2f} spikes a step", loc="left")
-    add_simulation_steps(rows[0], layers[neurons[0][0]].activity.shape[1])
-    rows[-1].set_xlim(steps.start, steps.stop)
-    rows[-1].set_xlabel("control step (state is reset at each line)")
-    figure.supylabel("membrane voltage before reset (V)", fontsize=9)
-    handles, labels = rows[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=5)
-    return figure
-
-
-def draw_membrane(axes: Axes, layer: Layer, neuron: int, accent: str, steps: range) -> None:
-    assert layer.voltage is not None
-    voltage, spikes = layer.voltage[steps, :, neuron], layer.activity[steps, :, neuron]
-    time_steps = voltage.shape[1]
-    time = np.array(steps)[:, None] + np.arange(1, time_steps + 1) / time_steps
-    after = 0.0 if layer.resets_to_zero else np.nan  # where the voltage goes on from a spike
-    x: list[float] = []
-    y: list[float] = []
-    for start, times, values, fired in zip(steps, time, voltage, spikes, strict=True):
-        x.append(start)
-        y.append(0.0)
-        for moment, value, spike in zip(times, values, fired, strict=True):
-            x += [moment] * (1 + spike)
-            y += [value, after][: 1 + spike]
-        x.append(times[-1])
-        y.append(np.nan)
-    low, high = layer.threshold - layer.window / 2, layer.threshold + layer.window / 2
-    axes.axhspan(low, high, color=ink(), alpha=0.08, lw=0, label="surrogate's window")
-    axes.vlines(list(steps), 0, 1, transform=axes.get_xaxis_transform(), color=ink(), lw=0.5,
-                alpha=0.45, label="reset")  # fmt: skip
-    axes.axhline(layer.threshold, color=THRESHOLD, ls="--", lw=1, label="threshold")
-    axes.plot(x, y, color=ink(), lw=0.9, marker=".", ms=2.5, label="voltage")
-    (marks,) = axes.plot(time[spikes], voltage[spikes], "^", color=accent, mec=ink(), mew=0.5,
-                         ms=5.5, clip_on=False, label="spike")  # fmt: skip
-    marks.set_in_layout(False)
-
-
-def draw_rates(layers: Sequence[Layer], accent: str) -> Figure:
-    """Histograms a layer: firing rates of its neurons above, membrane voltages below."""
-    spiking = layers[-1].voltage is not None
-    figure = new_figure(11, 5 if spiking else 2.8)
-    grid = figure.subplots(1 + spiking, len(layers), squeeze=False)
-    for axes, layer in zip(grid[0], layers, strict=True):
-        shares = f"{layer.silent:.0%} silent" + f", {layer.saturated:.0%} saturated" * spiking
-        axes.set_title(f"{layer.name}: {len(layer.order)} neurons\n{shares}")
-        edges = np.linspace(0, 1 if spiking else max(layer.rate.max(), 1e-6), 31)
-        draw_rate_histogram(axes, layer, edges, accent)
-        axes.set_xlabel("spikes a simulation step" if spiking else "mean activation")
-    grid[0, 0].set_ylabel("neurons")
-    for axes, layer in zip(grid[1] if spiking else (), layers, strict=False):
-        if layer.voltage is None:
-            axes.set_axis_off()
-        else:
-            draw_voltages(axes, layer)
-    if spiking:
-        grid[1, -1].set_ylabel("share of voltages")
-    handles, labels = grid[0, -1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=3)
-    return figure
-
-
-def draw_rate_histogram(axes: Axes, layer: Layer, edges: np.ndarray, accent: str) -> None:
-    rate, activity = layer.rate, layer.activity
-    silent, full = (activity == 0).all((0, 1)), (activity == 1).all((0, 1))
-    groups = [rate[~silent & ~full], rate[silent], rate[full]]
-    labels = ["neurons", "silent: never active", "saturated: at every step"]
-    if activity.dtype != bool:
-        groups, labels = groups[:2], labels[:2]
-    axes.hist(groups, edges, stacked=True, label=labels, color=[accent, ink(), "0.6"][: len(groups)],
-              hatch=["", "", "////"][: len(groups)])  # fmt: skip
-
-
-def draw_voltages(axes: Axes, layer: Layer) -> None:
-    assert layer.voltage is not None
-    low, high = np.quantile(layer.voltage, [0.005, 0.995])
-    half = layer.window / 2
-    edges = np.linspace(min(low, layer.threshold - half), max(high, layer.threshold + half), 61)
-    count, _ = np.histogram(layer.voltage, edges)
-    axes.stairs(count / layer.voltage.size, edges, color=ink(), fill=True, alpha=0.6)
-    axes.axvspan(layer.threshold - half, layer.threshold + half, color=ink(), alpha=0.1, lw=0)
-    axes.axvline(layer.threshold, color=THRESHOLD, ls="--", lw=1.2)
-    axes.set_title(f"{layer.in_window:.0%} in the surrogate's window (grey)")
-    axes.set_xlabel("voltage before reset (V); dashed: threshold")
-
-
-def draw_panels(
-    episode: Episode, entries: Sequence[int], span: float, draw: Callable[[Axes, int], None]
-) -> Figure:
-    """A panel an observation entry, over a histogram of the values it took in the episode."""
-    columns = min(6, len(entries))
-    lines = -(-len(entries) // columns)
-    figure = new_figure(11, (1.45 if columns > 3 else 2.4) * lines + 0.8)
-    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    for axes in grid[len(entries) :]:
-        axes.set_axis_off()
-    for i, (axes, entry) in enumerate(zip(grid, entries, strict=False)):
-        values = episode.observations[:, entry]
-        count, edges = np.histogram(values, np.linspace(-span, span, 41))
-        axes.stairs(count / (3 * max(count.max(), 1)), edges, fill=True, color=ink(), alpha=0.18,
-                    transform=axes.get_xaxis_transform(), label="values in the episode")  # fmt: skip
-        draw(axes, i)
-        axes.set_title(f"observation {entry}")
-        axes.set_xlim(-span, span)
-        if i == 0:
-            handles, labels = axes.get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside upper center", ncols=4)
-    return figure
-
-
-def draw_tuning(
-    episode: Episode, entries: Sequence[int], values: np.ndarray, curves: np.ndarray, unit: str
-) -> Figure:
-    """Responses of the first layer's neurons, [entries, V, N], in the colour of its actor."""
-    spiking = episode.layers[-1].voltage is not None
-
-    def draw(axes: Axes, i: int) -> None:
-        change = np.ptp(curves[i], axis=0)
-        low, high = np.quantile(curves[i], [0.25, 0.75], axis=1)
-        axes.fill_between(values, low, high, color=accent, alpha=0.25, lw=0, label="middle half")
-        for k, neuron in enumerate(np.argsort(-change)[: len(LINES)]):
-            color, dash = LINES[k]
-            label = None if k else "the five neurons that change most"
-            axes.plot(values, curves[i][:, neuron], color=color, ls=dash, lw=1.1, label=label)
-        axes.plot(values, curves[i].mean(1), color=ink(), lw=2, label="mean of all neurons")
-
-    accent = COLORS["spiking" if spiking else "dense"]
-    figure = draw_panels(episode, entries, float(values[-1]), draw)
-    figure.supylabel("spikes a simulation step" if spiking else "activation", fontsize=9)
-    figure.supxlabel(f"observation entry ({unit})", fontsize=9)
-    return figure
-
-
-def draw_encoder(
-    episode: Episode, actor: SpikingActor, entries: Sequence[int], unit: str
-) -> Figure:
-    """The Gaussian receptive fields that the population encoder learned."""
-    assert actor.encoder is not None
-    span = actor.encoder.range + 1
-    values = torch.linspace(-span, span, 161)
-    size = episode.observations.shape[1]
-    with torch.no_grad():
-        grid = values.to(actor.encoder.mean.device)[:, None].expand(-1, size)
-        fields = actor.encoder.activation(grid).unflatten(1, (size, -1)).cpu().numpy()
-    outside = np.abs(episode.observations) > actor.encoder.range
-
-    def draw(axes: Axes, i: int) -> None:
-        for k in range(fields.shape[2]):
-            color, dash = LINES[k % len(LINES)]
-            label = None if k else "one receptive field each"
-            axes.plot(values, fields[:, entries[i], k], color=color, ls=dash, lw=1, label=label)
-        if outside[:, entries[i]].any():
-            axes.text(0.5, 0.9, f"{outside[:, entries[i]].mean():.1%} outside", ha="center",
-                      transform=axes.transAxes, fontsize=7)  # fmt: skip
-
-    figure = draw_panels(episode, entries, span, draw)
-    figure.supylabel("activation of each field", fontsize=9)
-    figure.supxlabel(f"observation entry ({unit})", fontsize=9)
-    return figure
-
-
 # -- what is drawn -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A section of the page; `draw` is called once a theme."""
 
     name: str
@@ -545,74 +281,76 @@ class Picture:
     draw: Callable[[], Figure]
 
 
+RASTER = """Each row of a panel is a neuron, each column a moment, ink its {ink}. Neurons of hidden
+layers are sorted by the phase of their activity: those which act together lie together, a periodic
+gait shows as slanted bands, and constant ones come last. Encoder fields and output populations keep
+their own order. Below: the actions, in the environment's own unit. {frames}"""
+ZOOM_IN = """Control steps {first} to {last} of the same episode, simulation steps in each:
+{time_steps}. A line marks where a control step begins."""
+MEMBRANES = """Voltages start from reset at every control step; where one reaches the threshold, the
+neuron spikes and its voltage is reset. Grey is the width of the surrogate around the threshold:
+there training passes most of a spike's gradient (all of it, where the surrogate is a rectangle)."""
+RATES = """How often each neuron fires over the episode, and the voltages of each layer. A silent
+neuron never fires and a saturated one always does: neither tells the next layer anything."""
+ACTIVATIONS = (
+    "Mean activation of each neuron over the episode. A silent neuron is at zero all along."
+)
+ENCODER = "The Gaussian fields that each observation entry drives, as they were learned. {which}"
+TUNING = """How the first layer answers one observation entry while the others stay as they were in
+the episode, which the response is a mean over. {which}"""
+
+
 def pictures(
     manager: Manager, episode: Episode, neurons: Sequence[tuple[int, int]], zoom: range
 ) -> Iterator[Picture]:
     """Everything there is to see in an actor, in the order of the page."""
-    actor = manager.algorithm.policy_actor
-    spiking = isinstance(actor, SpikingActor)
-    accent = COLORS[manager.config.actor_name]
-    layers = episode.layers
-    what = "spikes" if spiking else "activations"
-    yield Picture(
-        "raster", "The episode",
-        f"Each row of a panel is a neuron, each column a moment, ink its {what}. Neurons of hidden "
-        "layers are sorted by the phase of their activity, so that those which act together lie "
-        "together; constant ones come last. Encoder fields and output populations keep their own "
-        f"order. A frame shows the moment of the line at its left. {episode.no_frames}",
-        lambda: draw_raster(episode, accent, range(episode.steps)),
-    )  # fmt: skip
-    yield Picture(
-        "zoom", "A closer look",
-        f"Control steps {zoom.start} to {zoom.stop} of the same episode, "
-        f"{episode.time_steps} simulation {'steps' if episode.time_steps > 1 else 'step'} each; a "
-        "line marks where each begins.",
-        lambda: draw_raster(episode, accent, zoom),
-    )  # fmt: skip
+    accent, layers = COLORS[manager.config.actor_name], episode.layers
+    spiking, whole = manager.config.san, range(episode.steps)
+    ink = "spikes" if spiking else "activation (full from the 99th percentile of its layer on)"
+    frames = "A frame shows the moment of the line at its left."
+    if episode.no_frames:
+        frames = f"There are no frames: {episode.no_frames}."
+    text = RASTER.format(ink=ink, frames=frames)
+    yield Picture("raster", "The episode", text, lambda: draw_raster(episode, accent, whole))
+    text = ZOOM_IN.format(first=zoom.start, last=zoom[-1], time_steps=episode.time_steps)
+    yield Picture("zoom", "A closer look", text, lambda: draw_raster(episode, accent, zoom))
     if spiking:
         yield Picture(
-            "membranes", "Membranes",
-            "Voltages start from reset at every control step; where one reaches the threshold, the "
-            "neuron spikes and its voltage is reset. Only within the surrogate's window does a "
-            "spike pass a gradient in training.",
+            "membranes",
+            "Membranes",
+            MEMBRANES,
             lambda: draw_membranes(layers, neurons, accent, zoom),
-        )  # fmt: skip
-    yield Picture(
-        "rates" if spiking else "activations",
-        "Firing rates and voltages" if spiking else "Activations",
-        "How often each neuron fires over the episode. A silent neuron never does and a saturated "
-        "one always does: neither tells the next layer anything."
-        if spiking
-        else "Mean activation of each neuron over the episode. A silent neuron is at zero all along.",
-        lambda: draw_rates(layers, accent),
-    )  # fmt: skip
+        )
+        rates = "rates", "Firing rates and voltages", RATES
+    else:
+        rates = "activations", "Activations", ACTIVATIONS
+    yield Picture(*rates, lambda: draw_rates(layers, accent))
     yield from tuning_pictures(manager, episode)
 
 
 def tuning_pictures(manager: Manager, episode: Episode) -> Iterator[Picture]:
-    actor = manager.algorithm.policy_actor
-    normalized = manager.config.normalize_observations
+    """What the encoder and the first layer make of single observation entries."""
+    actor, observations = manager.algorithm.policy_actor, episode.observations
+    normalized, size = manager.config.normalize_observations, observations.shape[1]
     unit = "standard deviations from its mean" if normalized else "in its own unit"
-    spread = np.argsort(-episode.observations.std(0), kind="stable")[:MAX_ENTRIES]
+    spread = np.argsort(-observations.std(0), kind="stable")[:MAX_ENTRIES]
     entries = sorted(int(i) for i in spread)
-    size = episode.observations.shape[1]
-    which = "" if size <= MAX_ENTRIES else f" The {MAX_ENTRIES} of {size} entries that vary most."
-    if isinstance(actor, SpikingActor) and actor.encoder is not None:
+    which = f"The {MAX_ENTRIES} of {size} entries that vary most." if size > MAX_ENTRIES else ""
+    if isinstance(actor, SpikingActor) and (encoder := actor.encoder) is not None:
+        text = ENCODER.format(which=which)
         yield Picture(
-            "encoder", "Receptive fields",
-            f"The Gaussian fields that each observation entry drives, as they were learned.{which}",
-            lambda: draw_encoder(episode, actor, entries, unit),
-        )  # fmt: skip
-    span = 3.0 if normalized else max(1.0, float(np.abs(episode.observations).max()))
+            "encoder",
+            "Receptive fields",
+            text,
+            lambda: draw_encoder(episode, encoder, entries, unit),
+        )
+    span = 3.0 if normalized else max(1.0, float(np.abs(observations).max()))
     values = torch.linspace(-span, span, 49, device=manager.device)
-    seen = torch.from_numpy(episode.observations).to(manager.device)
-    curves = tuning(actor, seen, entries, values)
+    curves = tuning(actor, torch.from_numpy(observations).to(manager.device), entries, values)
+    text, axis = TUNING.format(which=which), values.cpu().numpy()
     yield Picture(
-        "tuning", "Tuning curves",
-        "How the first layer answers one observation entry, the others staying as they were in the "
-        f"episode, which the response is a mean over.{which}",
-        lambda: draw_tuning(episode, entries, values.cpu().numpy(), curves, unit),
-    )  # fmt: skip
+        "tuning", "Tuning curves", text, lambda: draw_tuning(episode, entries, axis, curves, unit)
+    )
 
 
 def choose_neurons(layers: Sequence[Layer], wanted: Sequence[str]) -> list[tuple[int, int]]:
@@ -628,15 +366,15 @@ def choose_neurons(layers: Sequence[Layer], wanted: Sequence[str]) -> list[tuple
         name, _, number = word.partition(":")
         neurons = len(layers[membranes[name]].order) if name in membranes else 0
         if not (number.isdecimal() and int(number) < neurons):
-            sizes = ", ".join(f"{n}:0 to {n}:{len(layers[i].order) - 1}" for n, i in
-                              membranes.items())  # fmt: skip
+            last = {n: f"{n}:{len(layers[i].order) - 1}" for n, i in membranes.items()}
+            sizes = ", ".join(f"{n}:0 to {end}" for n, end in last.items())
             raise ConfigError(f"--neurons: expected LAYER:NEURON, {sizes}; found {word!r}")
         chosen.append((membranes[name], int(number)))
     for i in () if wanted else membranes.values():
         ranked = np.argsort(layers[i].rate, kind="stable")
         firing = ranked[layers[i].rate[ranked] > 0]
         ranked = firing if len(firing) else ranked
-        picks = {int(ranked[int(share * (len(ranked) - 1))]): None for share in (0.25, 0.5, 0.75)}
+        picks = {int(ranked[int(share * (len(ranked) - 1))]): None for share in QUARTILES}
         chosen += [(i, neuron) for neuron in picks]
     return chosen
 
@@ -670,65 +408,62 @@ th:first-child, .facts td { text-align: left; }
 """
 
 
-def facts(manager: Manager, episode: Episode) -> dict[str, str]:
+SPIKING_LAYERS = """Firing rate: spikes a neuron a simulation step, 0 to 1. Silent, saturated: share
+of neurons that never, or at every simulation step, fire. In window: share of voltages within the
+surrogate's width around the threshold."""
+DENSE_LAYERS = "Silent: share of neurons that are never active."
+DENSE_NOTE = """A dense actor: its layers have real-valued activations. Spikes, membranes,
+thresholds and surrogate windows have no meaning here; activations stand in their place."""
+BINARY_NOTE = """One simulation step a control step: leak and reset never act, so this is a network
+of binary activations."""
+
+
+def facts(manager: Manager, episode: Episode) -> list[list[str]]:
+    """Rows of the table that opens the page."""
     config, actor = manager.config, manager.algorithm.policy_actor
-    head = sum(p.numel() for p in actor.log_std.parameters())
     total = sum(p.numel() for p in actor.parameters())
-    values = {
-        "environment": config.env,
-        "checkpoint": f"{manager.loaded_from}, step {manager.step:,}",
-        "episode": f"the first evaluation episode of seed {episode.seed}, deterministic actions",
-        "return": f"{episode.total:.1f}",
-        "length": f"{episode.length:,} control steps",
-        "parameters": f"{total:,}, of which {head:,} of the log-std head that acting does not need",
-    }
+    head = sum(p.numel() for p in actor.log_std.parameters())
+    length = f"{episode.length:,} control steps"
     if episode.length > episode.steps:
-        values["shown"] = f"the first {episode.steps:,} control steps"
+        length += f", of which the first {episode.steps:,} are shown"
+    rows = [
+        ["environment", config.env],
+        ["checkpoint", f"{Path(str(manager.loaded_from)).name}, step {manager.step:,}"],
+        ["episode", f"the first that evaluate runs with seed {episode.seed}; deterministic"],
+        ["return", f"{episode.total:.1f}"],
+        ["length", length],
+        ["parameters", f"{total:,}, of which {head:,} are the log-std head's, unused here"],
+    ]
     if isinstance(actor, SpikingActor):
-        layers = [layer for layer in episode.layers if layer.voltage is not None]
-        spikes = sum(layer.activity.sum() for layer in layers) / episode.steps
-        fields = episode.layers[0].activity.sum() / episode.steps
-        from_encoder = f", and {fields:,.0f} of its encoder" * (len(layers) < len(episode.layers))
-        stack = config.spiking
-        values["spikes a control step"] = f"{spikes:,.0f}{from_encoder}"
-        values["stack"] = f"{stack.encoder} encoder, {stack.neuron} neurons, {stack.decoder} decoder"
-        values["simulation steps"] = f"{stack.time_steps} a control step"
-    return values
-
-
-def layer_rows(episode: Episode) -> list[list[str]]:
-    """The table of layers, its head first."""
-    if episode.layers[-1].voltage is None:
-        head = ["layer", "neurons", "mean activation", "silent"]
-        return [head] + [
-            [layer.name, str(len(layer.order)), f"{layer.rate.mean():.3f}", f"{layer.silent:.1%}"]
-            for layer in episode.layers
+        spiking = [layer for layer in episode.layers if layer.voltage is not None]
+        spikes = sum(layer.activity.sum() for layer in spiking) / episode.steps
+        possible = sum(len(layer.order) for layer in spiking) * episode.time_steps
+        beside = ", the encoder's not counted" if len(spiking) < len(episode.layers) else ""
+        part = config.spiking
+        stack = f"{part.encoder} encoder, {part.neuron} neurons, {part.decoder} decoder"
+        rows += [
+            ["spikes a control step", f"{spikes:,.0f} of {possible:,} possible{beside}"],
+            ["stack", f"{stack}, {part.time_steps} simulation steps a control step"],
         ]
-    rows = [["layer", "neurons", "firing rate", "spikes a control step", "silent", "saturated",
-             "in window"]]  # fmt: skip
-    for layer in episode.layers:
-        window = "–" if layer.in_window is None else f"{layer.in_window:.1%}"
-        spikes = layer.activity.sum() / episode.steps
-        rows.append(
-            [layer.name, str(len(layer.order)), f"{layer.rate.mean():.3f}", f"{spikes:,.1f}",
-             f"{layer.silent:.1%}", f"{layer.saturated:.1%}", window]
-        )  # fmt: skip
     return rows
 
 
-def note(manager: Manager) -> str:
-    """What a reader of this actor's page should know first."""
-    if not manager.config.san:
-        return (
-            "A dense actor: its layers have real-valued activations. Spikes, membranes, thresholds "
-            "and surrogate windows have no meaning here; activations stand in their place."
-        )
-    if manager.config.spiking.time_steps == 1:
-        return (
-            "One simulation step a control step: leak and reset never act, so this is a network of "
-            "binary activations."
-        )
-    return ""
+def layer_rows(episode: Episode) -> list[list[str]]:
+    """Rows of the table of layers, its head first."""
+    head = ["layer", "neurons", "mean activation", "silent"]
+    if episode.layers[-1].spiking:
+        head = ["layer", "neurons", "firing rate", "silent", "saturated", "in window"]
+        head.append("spikes a control step")
+    rows = [head]
+    for layer in episode.layers:
+        row = [layer.name, f"{len(layer.order):,}", f"{layer.rate.mean():.3f}"]
+        row.append(f"{layer.silent.mean():.1%}")
+        if layer.spiking:
+            row.append(f"{layer.saturated.mean():.1%}")
+            row.append("–" if layer.in_window is None else f"{layer.in_window:.1%}")
+            row.append(f"{layer.activity.sum() / episode.steps:,.1f}")
+        rows.append(row)
+    return rows
 
 
 def render_page(
@@ -737,11 +472,10 @@ def render_page(
     """The page, which holds its pictures and asks no other file or host for anything."""
     config = manager.config
     title = escape(f"{name}: {config.env}, {config.actor_name} actor")
-    remark = note(manager)
-    sections = [table({k: [v] for k, v in facts(manager, episode).items()})]
-    head, *rows = layer_rows(episode)
-    sections.append(f'<h2>Layers</h2><div class="wide">{layer_table(head, rows)}</div>')
-    sections += [section(picture, themes) for picture, themes in images]
+    note = "" if config.san else DENSE_NOTE
+    if config.san and config.spiking.time_steps == 1:
+        note = BINARY_NOTE
+    layers = SPIKING_LAYERS if config.san else DENSE_LAYERS
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -754,57 +488,45 @@ def render_page(
 </head>
 <body>
 <h1>{title}</h1>
-{f'<p class="note">{escape(remark)}</p>' if remark else ""}
-{"".join(sections)}
+{f'<p class="note">{note}</p>' if note else ""}
+{table(facts(manager, episode), "facts")}
+<h2>Layers</h2>
+<p>{layers}</p>
+<div class="wide">{table(layer_rows(episode), "layers")}</div>
+{"".join(section(picture, themes) for picture, themes in images)}
 </body>
 </html>
 """
 
 
-def table(values: dict[str, list[str]]) -> str:
-    rows = (
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        + "</tr>"
-        for name, cells in values.items()
-    )
-    return f'<table class="facts">{"".join(rows)}</table>'
-
-
-def layer_table(head: list[str], rows: list[list[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        + "</tr>"
-        for first, *cells in rows
-    )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+def table(rows: list[list[str]], kind: str) -> str:
+    """An HTML table whose first column heads its rows, and whose first row, of `layers`, heads its
+    columns."""
+    lines = []
+    for i, (first, *cells) in enumerate(rows):
+        cell = "th" if kind == "layers" and i == 0 else "td"
+        rest = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells)
+        lines.append(f"<tr><th>{escape(first)}</th>{rest}</tr>")
+    return f'<table class="{kind}">{"".join(lines)}</table>'
 
 
 def section(picture: Picture, themes: dict[str, bytes]) -> str:
-    data = {
-        theme: "data:image/png;base64," + base64.b64encode(png).decode()
-        for theme, png in themes.items()
-    }
-    return (
-        f'<section id="{picture.name}"><h2>{escape(picture.title)}</h2>'
-        f'<p>{escape(picture.caption)}</p><div class="wide"><picture>'
-        f'<source media="(prefers-color-scheme: dark)" srcset="{data["dark"]}">'
-        f'<img alt="{escape(picture.title)}" src="{data["light"]}"></picture></div></section>'
+    light, dark = (
+        "data:image/png;base64," + base64.b64encode(themes[theme]).decode()
+        for theme in ("light", "dark")
     )
+    return f"""<section id="{picture.name}">
+<h2>{escape(picture.title)}</h2>
+<p>{escape(picture.caption)}</p>
+<div class="wide"><picture>
+<source media="(prefers-color-scheme: dark)" srcset="{dark}">
+<img alt="{escape(picture.title)}" src="{light}">
+</picture></div>
+</section>
+"""
 
 
 # -- the command -------------------------------------------------------------------------------
-
-
-def render(picture: Picture, theme: str) -> bytes:
-    import matplotlib
-
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(style(theme)):
-        picture.draw().savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 def check_directory(directory: Path, overwrite: bool) -> None:
@@ -845,8 +567,13 @@ def inspect(
     images = []
     for picture in pictures(manager, episode, chosen, zoom):
         on_step(picture.name)
-        images.append((picture, {theme: render(picture, theme) for theme in THEMES}))
-    directory.mkdir(parents=True, exist_ok=True)
+        images.append((picture, {theme: render(picture.draw, theme) for theme in THEMES}))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make {directory}: {error.strerror}") from None
+    for stale in PICTURES:
+        (directory / f"{stale}.png").unlink(missing_ok=True)
     for picture, themes in images:
         (directory / f"{picture.name}.png").write_bytes(themes["light"])
     page = directory / PAGE
