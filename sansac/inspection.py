@@ -283,10 +283,10 @@ class Picture(NamedTuple):
 
 RASTER = """Each row of a panel is a neuron, each column a moment, ink its {ink}. Neurons of hidden
 layers are sorted by the phase of their activity: those which act together lie together, a periodic
-gait shows as slanted bands, and constant ones come last. Encoder fields and output populations keep
-their own order. Below: the actions, in the environment's own unit. {frames}"""
-ZOOM_IN = """Control steps {first} to {last} of the same episode, simulation steps in each:
-{time_steps}. A line marks where a control step begins."""
+gait shows as slanted bands, and constant ones come last. {kept}Below: the actions, in the
+environment's own unit. {frames}"""
+KEPT = "Encoder fields and output populations keep their own order. "
+ZOOM_IN = """Control steps {first} to {last} of the same episode. A line marks where each begins."""
 MEMBRANES = """Voltages start from reset at every control step; where one reaches the threshold, the
 neuron spikes and its voltage is reset. Grey is the width of the surrogate around the threshold:
 there training passes most of a spike's gradient (all of it, where the surrogate is a rectangle)."""
@@ -310,9 +310,9 @@ def pictures(
     frames = "A frame shows the moment of the line at its left."
     if episode.no_frames:
         frames = f"There are no frames: {episode.no_frames}."
-    text = RASTER.format(ink=ink, frames=frames)
+    text = RASTER.format(ink=ink, kept=KEPT if spiking else "", frames=frames)
     yield Picture("raster", "The episode", text, lambda: draw_raster(episode, accent, whole))
-    text = ZOOM_IN.format(first=zoom.start, last=zoom[-1], time_steps=episode.time_steps)
+    text = ZOOM_IN.format(first=zoom.start, last=zoom[-1])
     yield Picture("zoom", "A closer look", text, lambda: draw_raster(episode, accent, zoom))
     if spiking:
         yield Picture(
