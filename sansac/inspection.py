@@ -1,7 +1,7 @@
 """Seeing inside a trained actor: one episode as pictures and a page that holds them all.
 
-Spikes are traced one observation at a time, as the actor acts: they are those of the episode itself,
-to the last one.
+Spikes are traced one observation at a time, as the actor acts: they are those of the episode
+itself, to the last one.
 """
 
 from __future__ import annotations
