@@ -7,7 +7,7 @@ standard deviation of a Gaussian before the tanh, and nothing below knows which 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -166,20 +166,19 @@ class SAC:
         loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
         optimizer.step()
 
-    def reestimate(self, observations: Sequence[Tensor]) -> None:
-        """Re-estimate BatchNorm's running statistics from raw observations, each [B, obs]."""
-        normalized = [self.normalize(observation) for observation in observations]
+    def reestimate(self, observation: Tensor) -> None:
+        """Re-estimate BatchNorm's running statistics from raw observations, [B, obs]."""
         for actor in {self.actor, self.policy_actor}:
-            reestimate(actor, normalized)
+            reestimate(actor, self.normalize(observation))
 
-    def set_progress(self, progress: float) -> None:
-        """Follow the schedules; `progress` is the share of training done, 0 to 1.
+    def set_progress(self, progress: float, best_return: float | None = None) -> None:
+        """Follow the schedules: `progress` is the share of training done, 0 to 1.
 
         Learning rates stay, then fall linearly to a tenth over the last `learning.anneal` share.
         """
         share, left = self.config.learning.anneal, max(0.0, 1 - progress)
         factor = 1.0 if left >= share else 0.1 + 0.9 * left / share
-        self.actor.set_progress(progress)
+        self.actor.set_progress(progress, best_return)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor

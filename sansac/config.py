@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -152,6 +153,18 @@ class Critic(Section):
     """Largest of the pooled quantiles of both critics left out of the target (quantiles > 1)."""
 
 
+NEURON_NAMES = ["lif", "plif", "cuba", "clif", "alif"]  # `spiking.register_neuron` adds to them
+
+
+def _known_neuron(name: str) -> str:
+    if name not in NEURON_NAMES:
+        raise ValueError(
+            f"expected one of {', '.join(NEURON_NAMES)}, or one of your own after "
+            f"sansac.spiking.register_neuron, found {name!r}"
+        )
+    return name
+
+
 class Spiking(Section):
     """The spiking actor: encoder -> LIF layers -> decoder."""
 
@@ -161,9 +174,10 @@ class Spiking(Section):
     """current: the observation drives layer 1 as analogue current; population: learned Gaussian
     receptive fields that emit deterministic spikes (PopSAN); population-current: the fields'
     activations as current (MDC-SAN); poisson: the fields' activations as spike probabilities."""
-    neuron: Literal["lif", "plif", "cuba", "clif", "alif"] = "lif"
-    """SpikingJelly's LIFNode, ParametricLIFNode (learned tau), CUBALIFNode (current-based) or
-    ComplementaryLIFNode, or LIF with an adaptive threshold."""
+    neuron: Annotated[str, AfterValidator(_known_neuron)] = "lif"
+    """lif, plif (learned tau), cuba (current-based), clif (complementary): SpikingJelly's LIFNode,
+    ParametricLIFNode, CUBALIFNode and ComplementaryLIFNode; alif: LIF with an adaptive threshold;
+    or one of your own (docs/spiking.md)."""
     decoder: Literal["rate", "membrane", "population"] = "rate"
     """rate: linear read-out of mean spikes; membrane: linear into non-spiking integrators;
     population: a spiking output population, read out a group an action (PopSAN)."""
@@ -178,7 +192,10 @@ class Spiking(Section):
     """Width at the start of training, narrowing (or widening) to `surrogate_width`; none: no
     schedule."""
     surrogate_schedule: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of training over which the width moves."""
+    """Share of training, from its start, over which the width moves."""
+    surrogate_returns: tuple[Number, Number] | None = None
+    """Evaluation returns, low and high, between which the width moves instead, following the best
+    return so far; none: it follows training."""
     surrogate_width: Positive = 1.0
     """Width of the surrogate in volts; its area stays 1 (`fast_sigmoid`, SpikingJelly's SuperSpike,
     has a width of its own: here this divides its height)."""
@@ -199,9 +216,9 @@ class Spiking(Section):
     voltage_decay: Annotated[float, Field(ge=0, lt=1)] = 0.75
     """Share of the voltage that `cuba` keeps a step."""
     detach_reset: bool = False
-    """Whether the reset is left out of the gradient."""
+    """Whether the reset is left out of the gradient (`clif` has it always there)."""
     input_population: Annotated[Int, Field(ge=1)] = 10
-    """Receptive fields an observation entry (encoder `population`)."""
+    """Receptive fields an observation entry (all encoders but `current`)."""
     input_range: Positive = 3.0
     """Fields are centred evenly on [-range, range], in standard deviations of the observation."""
     input_std: Positive = 0.15**0.5
@@ -328,6 +345,9 @@ class Config(Section):
                 "spiking.output_connections needs the output population of "
                 f"spiking.decoder 'population', found {spiking.decoder!r}"
             )
+        returns = spiking.surrogate_returns
+        if returns is not None and returns[0] >= returns[1]:
+            raise ValueError(f"spiking.surrogate_returns: {returns[0]} is not below {returns[1]}")
         if spiking.neuron not in ("lif", "plif", "cuba") and spiking.backend in ("cupy", "native"):
             raise ValueError(
                 f"spiking.backend {spiking.backend!r} has no kernel of spiking.neuron "

@@ -57,6 +57,7 @@ TAGS: dict[str, str] = {
     "spiking/silent/<layer>": "share of neurons that never fire over a minibatch (0 to 1)",
     "spiking/saturated/<layer>": "share of neurons that always fire over a minibatch (0 to 1)",
     "spiking/gradient_norm/<layer>": "norm of the actor's gradient in the layer's weights (reward)",
+    "spiking/firing_penalty": "what firing above its target adds to the actor's loss (reward)",
     "spiking/outside_range": "share of observation entries outside the encoder's range (0 to 1)",
     "perf/steps_per_second": "environment steps a second of collecting and learning (1/s)",
     "perf/updates_per_second": "updates a second of collecting and learning (1/s)",

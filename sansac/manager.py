@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sansac import checkpoint, kernels
+from sansac import checkpoint
 from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
@@ -42,7 +42,7 @@ from sansac.logger import Logger
 from sansac.plots import plot_learning_curve
 from sansac.progress import Progress
 from sansac.replay import Batch, ReplayBuffer
-from sansac.spiking import SpikingActor
+from sansac.spiking import SpikingActor, backend_for
 
 # What a resumed run may change: how long, how often, where; never what is learned.
 CHANGEABLE = (
@@ -52,6 +52,26 @@ CHANGEABLE = (
 )  # fmt: skip
 
 REESTIMATION_BATCHES = 20  # minibatches that BatchNorm's statistics are re-estimated from
+
+# The share of each statistic that is too much, and what to say of it.
+WARNINGS = {
+    "silent": (
+        0.9,
+        "warning: {share:.0%} of the neurons of spiking layer {layer} never fire; try a lower "
+        "spiking.v_threshold, a wider spiking.surrogate_width or actor.batch_norm",
+    ),
+    "saturated": (
+        0.9,
+        "warning: {share:.0%} of the neurons of spiking layer {layer} fire at every step; try a "
+        "higher spiking.v_threshold, actor.batch_norm or a spiking.firing_penalty",
+    ),
+    "outside_range": (
+        0.05,
+        "warning: {share:.0%} of observation entries lie outside the encoder's fields; try a "
+        "larger spiking.input_range with more spiking.input_population, or a lower "
+        "observation_clip",
+    ),
+}
 
 # What a checkpoint holds beside networks, environments and buffer: attributes of Manager.
 COUNTERS = (
@@ -92,7 +112,7 @@ class Manager:
         self.backend: str | None = None
         if config.san:
             try:
-                self.backend = kernels.backend_for(config.spiking.backend, torch.device(device))
+                self.backend = backend_for(config.spiking, torch.device(device))
             except ValueError as error:
                 raise ConfigError(f"spiking.backend: {error}") from None
         self.config = config
@@ -106,6 +126,7 @@ class Manager:
         self.progress: Progress
         self.batch: Batch | None = None  # the last one, for the spiking statistics
         self.metrics: dict[str, Tensor] = {}  # the last update's
+        self.warned: set[str] = set()  # tags that a warning was given of
         self.interrupted = 0  # number of the signal that asked for an end
         self.loaded_from: str | None = None
         self._resumed: dict[str, Any] = {}
@@ -216,16 +237,15 @@ class Manager:
         from_step, from_updates = self.learning_from
         steps = self.step - from_step
         due = from_updates + math.floor(steps * self.config.learning.update_to_data + 1e-9)
-        if self.updates < due:
-            self.algorithm.set_progress(self.step / self.config.total_steps)
+        self.algorithm.set_progress(self.step / self.config.total_steps, self.best_return)
         batch_size, every = self.config.learning.batch_size, self.config.actor.reestimate_every
         while self.updates < due:
             self.batch = self.replay.sample(batch_size)
             self.metrics = self.algorithm.update(self.batch)
             self.updates += 1
             if every and self.updates % every == 0:
-                batches = (self.replay.sample(batch_size) for _ in range(REESTIMATION_BATCHES))
-                self.algorithm.reestimate([batch.observation for batch in batches])
+                drawn = self.replay.sample(batch_size * REESTIMATION_BATCHES)
+                self.algorithm.reestimate(drawn.observation)
         self.learn_seconds += time.perf_counter() - started
         self.progress.update(self.step, self.updates)
 
@@ -350,6 +370,7 @@ class Manager:
         actor = self.algorithm.actor
         if self.batch and isinstance(actor, SpikingActor):
             values |= actor.statistics(self.algorithm.normalize(self.batch.observation))
+            self._warn(values)
         now = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
         old = self.measured
         steps, updates, collecting, learning = (b - a for a, b in zip(old, now, strict=True))
@@ -362,6 +383,15 @@ class Manager:
         if self.checkpoint_seconds:
             values["perf/checkpoint_seconds"], self.checkpoint_seconds = self.checkpoint_seconds, 0
         self._log(values | self.logger.gpu_metrics())
+
+    def _warn(self, values: Mapping[str, SupportsFloat]) -> None:
+        """Say once what to try where a layer or the encoder is at fault."""
+        for tag, value in values.items():
+            name, _, layer = tag.removeprefix("spiking/").partition("/")
+            limit, advice = WARNINGS.get(name, (math.inf, ""))
+            if float(value) > limit and tag not in self.warned:
+                self.warned.add(tag)
+                self.progress.note(advice.format(share=float(value), layer=layer))
 
     def _engine(self) -> str:
         """What computes: actor, device, threads and, for a spiking actor, the neurons' backend."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import fuse_linear_bn_eval
 
 from sansac.config import Actor as ActorConfig
 from sansac.config import Critic as CriticConfig
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
+
+Actor = TypeVar("Actor", bound=nn.Module)
 
 
 def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,21 +112,30 @@ def normalisation(
 class KalmanBatchNorm(nn.BatchNorm1d):
     """BatchNorm whose running statistics move by how far a batch's can be trusted.
 
-    After CaRe-BN's confidence-adaptive update (Xu et al. 2026, arXiv:2509.23791), as a scalar
-    Kalman filter a channel: a batch statistic m is a measurement, with known variance R, of one
-    that drifts. The innovation d = m - running has E[d^2] = P + R, where P is the uncertainty of
-    the running value, so the gain K = P / (P + R) = max(0, 1 - R / E[d^2]), and running += K d.
+    After the confidence-adaptive update of CaRe-BN (Xu et al. 2026, arXiv:2509.23791), as a scalar
+    Kalman filter a channel and statistic: the batch's m measures a value that drifts,
+
+        K = P / (P + R),  running += K (m - running),  P = K R.
+
+    R, the variance of m, is read off successive batches, E[(m_t - m_{t-1})^2] / 2, since rows that
+    are one sample at several time steps say less than their number. Where innovations exceed what
+    noise explains, P rises to E[(m - running)^2] - 2 R: a still distribution is averaged ever
+    longer, a shift is followed at once. (The paper puts P = E[(m - running)^2], so K >= 1/2.)
     """
 
-    memory = 0.05  # share of a new squared innovation in its running mean
-    surprise: Tensor
+    memory = 0.05  # share of a new square in the running means of squares
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
+    last: Tensor
+    noise: Tensor
+    surprise: Tensor
+    uncertainty: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.register_buffer("surprise", torch.zeros(2, width))
+        for name in ("last", "noise", "surprise", "uncertainty"):  # of mean and variance
+            self.register_buffer(name, torch.zeros(2, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, width] in and out."""
@@ -129,45 +143,72 @@ class KalmanBatchNorm(nn.BatchNorm1d):
             return F.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
             )
-        self.filter(x.detach())
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        before = self.last.clone()
+        y = F.batch_norm(  # with a momentum of 1 it leaves the batch's own statistics in `last`
+            x, self.last[0], self.last[1], self.weight, self.bias,
+            training=True, momentum=1.0, eps=self.eps,
+        )  # fmt: skip
+        self.filter(before)
+        return y
 
     @torch.no_grad()
-    def filter(self, x: Tensor) -> None:
-        var, mean = torch.var_mean(x, dim=0)
-        measured = torch.stack([mean, var])
-        noise = torch.stack([var / len(x), 2 * var.square() / (len(x) - 1)])
+    def filter(self, before: Tensor) -> None:
+        """Take in the statistics of the last batch, `before` being those of the one before it."""
         running = torch.stack([self.running_mean, self.running_var])
-        innovation = measured - running
-        first = self.num_batches_tracked == 0
-        memory = torch.where(first, 1.0, self.memory)
+        innovation = self.last - running
+        seen = self.num_batches_tracked
+        memory = (1 / seen.clamp_min(1)).clamp_min(self.memory)  # a plain mean at first
+        self.noise.lerp_((self.last - before).square() / 2, memory)
         self.surprise.lerp_(innovation.square(), memory)
-        gain = torch.where(first, 1.0, (1 - noise / self.surprise.clamp_min(1e-12)).clamp_min(0))
-        running += gain * innovation
-        self.running_mean.copy_(running[0])
-        self.running_var.copy_(running[1])
+        prior = torch.maximum(self.uncertainty, self.surprise - 2 * self.noise)
+        gain = prior / (prior + self.noise).clamp_min(1e-12)
+        gain = torch.where(seen < 2, 1.0, gain)  # it takes two batches to know the noise
+        self.uncertainty.copy_(gain * self.noise)
+        self.running_mean.copy_(running[0] + gain[0] * innovation[0])
+        self.running_var.copy_(running[1] + gain[1] * innovation[1])
         self.num_batches_tracked += 1
 
 
 @torch.no_grad()
-def reestimate(actor: nn.Module, observations: Sequence[Tensor]) -> None:
-    """Set BatchNorm's running statistics to their mean over batches of normalised observations.
+def reestimate(actor: nn.Module, observation: Tensor) -> None:
+    """Set BatchNorm's running statistics to those of normalised observations, [B, obs].
 
-    CaRe-BN's re-calibration (Xu et al. 2026, arXiv:2509.23791): layer by layer, each with the
-    statistics of the layers before it already in place, as they will be when the actor acts.
+    CaRe-BN's re-calibration (Xu et al. 2026, arXiv:2509.23791): each layer is measured on what the
+    layers before it send with their new statistics already in place, as they will when it acts.
     """
+
+    def measure(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        var, mean = torch.var_mean(inputs[0], dim=0)
+        norm.get_buffer("running_mean").copy_(mean)
+        norm.get_buffer("running_var").copy_(var)
+
     norms = [module for module in actor.modules() if isinstance(module, nn.BatchNorm1d)]
-    for norm in norms:
-        sums: list[tuple[Tensor, Tensor]] = []
-        hook = norm.register_forward_pre_hook(
-            lambda _, inputs, sums=sums: sums.append(torch.var_mean(inputs[0], dim=0))
-        )
-        for observation in observations:
-            actor(observation)
-        hook.remove()
-        variances, means = map(torch.stack, zip(*sums, strict=True))
-        norm.running_mean.copy_(means.mean(0))  # type: ignore[union-attr]
-        norm.running_var.copy_(variances.mean(0) + means.var(0, correction=0))  # type: ignore[union-attr]
+    hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
+    try:
+        actor(observation)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def fold_batch_norm(actor: Actor) -> Actor:
+    """A copy of a dense or spiking actor for deployment, its BatchNorm folded into the weights.
+
+    Its actions are those of the actor with running statistics, up to rounding. Raises ValueError
+    for LayerNorm, whose statistics are each input's own.
+    """
+    folded = copy.deepcopy(actor).eval()
+    for name, norm in list(folded.named_modules()):
+        if isinstance(norm, nn.LayerNorm):
+            raise ValueError(f"{name} is a LayerNorm, which does not fold into weights")
+        if isinstance(norm, nn.BatchNorm1d):
+            # `layers.0` and `norms.0` of a dense actor, `layers.0.linear` and `.norm` of a spiking
+            product = name.replace("norms.", "layers.").replace(".norm", ".linear")
+            linear = folded.get_submodule(product)
+            assert isinstance(linear, nn.Linear)
+            folded.set_submodule(product, fuse_linear_bn_eval(linear, norm))
+            folded.set_submodule(name, nn.Identity())
+    return folded
 
 
 class DenseActor(nn.Module):
@@ -194,7 +235,7 @@ class DenseActor(nn.Module):
         """Nothing is added to the actor's loss."""
         return 0.0
 
-    def set_progress(self, progress: float) -> None:
+    def set_progress(self, progress: float, best_return: float | None = None) -> None:
         """Nothing changes over training."""
 
 

@@ -8,7 +8,7 @@ shape [T, B, N]; a current that is constant over the T simulation steps is compu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from spikingjelly.activation_based import functional, neuron, surrogate
 from torch import Generator, Tensor, nn
 
 from sansac import kernels
+from sansac.config import NEURON_NAMES
 from sansac.config import Actor as ActorConfig
 from sansac.config import Spiking as SpikingConfig
 from sansac.networks import LOG_STD_MAX, LOG_STD_MIN, mlp, normalisation
@@ -28,7 +29,6 @@ SURROGATES = {
     "sigmoid": surrogate.Sigmoid,
     "fast_sigmoid": surrogate.SuperSpike,
 }
-FUSED = ("lif", "plif", "cuba")  # neurons that `kernels` computes
 
 
 # -- encoders ----------------------------------------------------------------------------------
@@ -106,41 +106,79 @@ class AdaptiveLIFNode(neuron.SimpleBaseNode):
     v: Any  # 0.0 after a reset, then a tensor
     raised: Any
 
-    def __init__(self, tau: float, adaptation: float, decay: float, **common: Any) -> None:
+    def __init__(self, config: SpikingConfig, **common: Any) -> None:
         super().__init__(**common)
-        self.tau, self.adaptation, self.decay = tau, adaptation, decay
+        self.config = config
         self.register_memory("raised", 0.0)
 
     def neuronal_charge(self, x: Tensor) -> None:
-        self.v = self.v - self.v / self.tau + x
+        self.v = self.v - self.v / self.config.tau + x
 
     def neuronal_fire(self) -> Tensor:
         spike = self.surrogate_function(self.v - (self.v_threshold + self.raised))
-        self.raised = self.decay * self.raised + (1 - self.decay) * self.adaptation * spike
+        decay = self.config.adaptation_decay
+        self.raised = decay * self.raised + (1 - decay) * self.config.adaptation * spike
         return spike
 
 
-def make_node(config: SpikingConfig) -> nn.Module:
-    """The SpikingJelly neuron of a configuration, single-step, hard reset to 0.
+def current_based(config: SpikingConfig, detach_reset: bool, **common: Any) -> nn.Module:
+    node = neuron.CUBALIFNode(config.current_decay, config.voltage_decay, **common)
+    node.detach_reset = detach_reset
+    return node
 
-    "Add your own neuron": a class of your own with `neuronal_charge`, returned here by its name.
+
+def complementary(config: SpikingConfig, detach_reset: bool, **common: Any) -> nn.Module:
+    """CLIF (Huang et al. 2024, arXiv:2402.04663): a soft reset, always in the gradient."""
+    return neuron.ComplementaryLIFNode(config.tau, **common)
+
+
+# What makes each choice of `spiking.neuron`: a single-step SpikingJelly neuron, hard reset to 0.
+NEURONS: dict[str, Callable[..., nn.Module]] = {
+    "lif": lambda config, **common: neuron.LIFNode(config.tau, config.decay_input, **common),
+    "plif": lambda config, **common: neuron.ParametricLIFNode(
+        config.tau, config.decay_input, **common
+    ),
+    "cuba": current_based,
+    "clif": complementary,
+    "alif": AdaptiveLIFNode,
+}
+FUSED = ("lif", "plif", "cuba")  # those that `kernels` computes
+
+
+def register_neuron(name: str) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
+    """Decorate a class, or a function that makes a neuron, to be the choice `name`.
+
+    It is called with the Spiking configuration and v_threshold, surrogate_function, detach_reset.
+    What it makes charges, fires and resets once a call, as a subclass of SpikingJelly's
+    `SimpleBaseNode` does. Whoever loads the agent registers it first.
     """
-    common: dict[str, Any] = {
-        "v_threshold": config.v_threshold,
-        "surrogate_function": Surrogate(SURROGATES[config.surrogate](1 / config.surrogate_width)),
-    }
-    if config.neuron == "clif":
-        return neuron.ComplementaryLIFNode(tau=config.tau, **common)
-    if config.neuron == "cuba":
-        node = neuron.CUBALIFNode(config.current_decay, config.voltage_decay, **common)
-        node.detach_reset = config.detach_reset
-        return node
-    common["detach_reset"] = config.detach_reset
-    if config.neuron == "alif":
-        return AdaptiveLIFNode(config.tau, config.adaptation, config.adaptation_decay, **common)
-    if config.neuron == "plif":
-        return neuron.ParametricLIFNode(config.tau, config.decay_input, **common)
-    return neuron.LIFNode(config.tau, config.decay_input, **common)
+    if name in FUSED:
+        raise ValueError(f"the neuron {name!r} is computed by kernels: choose another name")
+
+    def register(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        NEURONS[name] = make
+        if name not in NEURON_NAMES:
+            NEURON_NAMES.append(name)
+        return make
+
+    return register
+
+
+def make_node(config: SpikingConfig) -> nn.Module:
+    """The neuron of a configuration."""
+    return NEURONS[config.neuron](
+        config,
+        v_threshold=config.v_threshold,
+        surrogate_function=Surrogate(SURROGATES[config.surrogate](1 / config.surrogate_width)),
+        detach_reset=config.detach_reset,
+    )
+
+
+def backend_for(config: SpikingConfig, device: torch.device) -> str:
+    """What computes the neurons. Raises ValueError where it is absent."""
+    if config.neuron not in FUSED:
+        return "spikingjelly"
+    return kernels.backend_for(config.backend, device)
 
 
 class LayerTrace(NamedTuple):
@@ -167,8 +205,8 @@ class GroupedLinear(nn.Module):
 class SpikingLayer(nn.Module):
     """A product, the normalisation of its current, and neurons.
 
-    `lif`, `plif` and `cuba` run in `kernels`; other neurons, and a layer with connections among its
-    own neurons, are stepped through SpikingJelly's node.
+    `lif`, `plif` and `cuba` run in `kernels`; other neurons, a layer with connections among its own
+    neurons, and a learned threshold on the backend `spikingjelly` step SpikingJelly's node.
     """
 
     def __init__(
@@ -203,15 +241,17 @@ class SpikingLayer(nn.Module):
         """[T, B, inputs], or [B, inputs] where constant over time -> spikes or voltages
         [T, B, width], or mean spikes [B, width].
 
-        With a stream, noise is added to currents and to spikes (NoisySAN, Chen et al. 2024,
-        arXiv:2403.04162), independently in every step and neuron.
+        With a stream, Gaussian noise is added to currents and to the spikes that leave the layer,
+        independently in every step, neuron and row (NoisySAN, Chen et al. 2024, arXiv:2403.04162,
+        whose noise may be coloured over an episode).
         """
         config, current = self.config, self.current(x)
         if stream is not None and config.charge_noise:
             if x.dim() == 2:
                 current = current.expand(config.time_steps, -1, -1)
             current = current + config.charge_noise * normal(current, stream)
-        if self.connections is not None or config.neuron not in FUSED:
+        learned_there = self.log_threshold is not None and config.backend == "spikingjelly"
+        if self.connections is not None or config.neuron not in FUSED or learned_there:
             result = self._stepped(current, output)
         else:
             result = self._fused(current, output)
@@ -321,7 +361,7 @@ class MembraneReadout(nn.Module):
         if self.config.membrane == "last":
             return voltage
         stacked = torch.stack(voltages)
-        return stacked.mean(0) if self.config.membrane == "mean" else stacked.amax(0)
+        return stacked.mean(0) if self.config.membrane == "mean" else stacked.max(0).values
 
 
 # -- the actor ---------------------------------------------------------------------------------
@@ -386,23 +426,31 @@ class SpikingActor(nn.Module):
         return self.readout(x).flatten(1), log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def penalty(self) -> Tensor | float:
-        """What the last training pass adds to the actor's loss: firing above the target rate,
-        firing_penalty sum_layers max(0, rate - target_rate)^2. Asked for once a pass."""
+        """What the last training pass adds to the actor's loss. Asked for once a pass."""
         rates, self.rates = self.rates, []  # no graph is kept: an agent can be copied
-        if not rates:
-            return 0.0
+        return self.firing_penalty(rates) if rates else 0.0
+
+    def firing_penalty(self, rates: list[Tensor]) -> Tensor:
+        """firing_penalty sum_layers max(0, rate - target_rate)^2, of each layer's mean rate."""
         excess = (torch.stack(rates) - self.config.target_rate).clamp_min(0)
         return self.config.firing_penalty * excess.square().sum()
 
-    def set_progress(self, progress: float) -> None:
-        """Narrow the surrogates: from `surrogate_start` to `surrogate_width` over the schedule's
-        share of training (progress from 0 to 1)."""
-        start, end = self.config.surrogate_start, self.config.surrogate_width
+    def set_progress(self, progress: float, best_return: float | None = None) -> None:
+        """Move the surrogates' width from `surrogate_start` to `surrogate_width`.
+
+        It follows training, `progress` from 0 to 1, or where `surrogate_returns` is given the best
+        evaluation return so far.
+        """
+        config, start = self.config, self.config.surrogate_start
         if start is None:
             return
-        share = min(1.0, progress / self.config.surrogate_schedule)
+        share = progress / config.surrogate_schedule
+        if config.surrogate_returns is not None:
+            low, high = config.surrogate_returns
+            share = 0.0 if best_return is None else (best_return - low) / (high - low)
+        width = start + (config.surrogate_width - start) * min(max(share, 0.0), 1.0)
         for layer in self.layers:
-            layer.surrogate_width = start + (end - start) * share  # type: ignore[assignment]
+            layer.surrogate_width = width  # type: ignore[assignment]
 
     @torch.no_grad()
     def trace(self, observation: Tensor) -> list[LayerTrace]:
@@ -421,22 +469,27 @@ class SpikingActor(nn.Module):
         firing_rate: spikes a neuron a simulation step; in_window: share of voltages where the
         surrogate passes a gradient (within half its width of the threshold); silent and saturated:
         share of neurons that never, or always, fire over the batch; gradient_norm: of the layer's
-        weights in the last actor step; outside_range: share of observation entries, [B, obs],
-        beyond the encoder's fields.
+        weights in the last actor step; firing_penalty: what firing adds to the actor's loss, where
+        it is asked for; outside_range: share of observation entries, [B, obs], beyond the encoder's
+        fields.
         """
         values: dict[str, Tensor] = {}
+        rates = []
         for i, (layer, (voltage, spikes)) in enumerate(
             zip(self.layers, self.trace(observation), strict=True)
         ):
             assert isinstance(layer, SpikingLayer)
             rate = spikes.mean((0, 1))
             near = (voltage - layer.v_threshold).abs() < layer.surrogate_width / 2
-            values[f"spiking/firing_rate/{i}"] = rate.mean()
+            rates.append(rate.mean())
+            values[f"spiking/firing_rate/{i}"] = rates[-1]
             values[f"spiking/in_window/{i}"] = near.float().mean()
             values[f"spiking/silent/{i}"] = (rate == 0).float().mean()
             values[f"spiking/saturated/{i}"] = (rate == 1).float().mean()
             if layer.linear.weight.grad is not None:
                 values[f"spiking/gradient_norm/{i}"] = layer.linear.weight.grad.norm()
+        if self.config.firing_penalty > 0:
+            values["spiking/firing_penalty"] = self.firing_penalty(rates)
         if self.encoder is not None:
             outside = observation.abs() > self.encoder.range
             values["spiking/outside_range"] = outside.float().mean()
@@ -452,17 +505,13 @@ def load_popsan(state_dict: Mapping[str, Tensor], time_steps: int = 5) -> Spikin
     observations [B, obs]. Raises ValueError where a parameter is missing or left over.
     """
     given = {key: torch.as_tensor(value) for key, value in state_dict.items()}
-    depth = sum(key.startswith("snn.hidden_layers.") and key.endswith("weight") for key in given)
-    names = {f"snn.hidden_layers.{i}": f"layers.{i}.linear" for i in range(depth)}
-    names |= {"snn.out_pop_layer": f"layers.{depth}.linear", "encoder": "encoder"}
-    names |= {"decoder.decoder": "readout"}
-    names |= {f"log_std_network.{2 * i}": f"log_std.{2 * i}" for i in range(depth + 1)}
+    depth = sum(key.startswith("snn.hidden_layers.") and key.endswith(".bias") for key in given)
     try:
         _, observation_size, fields = given["encoder.mean"].shape
         action_size, _, population = given["decoder.decoder.weight"].shape
-        hidden = [len(given[f"snn.hidden_layers.{i}.bias"]) for i in range(depth)]
+        hidden = [len(given[f"snn.hidden_layers.{i}.bias"]) for i in range(max(depth, 1))]
     except KeyError as error:
-        raise ValueError(f"no PopSAN actor: the parameter {error} is missing") from None
+        raise ValueError(f"no PopSAN actor: its parameter {error} is missing") from None
     config = SpikingConfig(
         time_steps=time_steps,
         encoder="population",
@@ -473,12 +522,23 @@ def load_popsan(state_dict: Mapping[str, Tensor], time_steps: int = 5) -> Spikin
         output_population=population,
     )
     actor = SpikingActor(ActorConfig(hidden=tuple(hidden)), config, observation_size, action_size)
+    theirs = {"encoder": "encoder", "readout": "decoder.decoder"}
+    theirs |= {f"layers.{i}.linear": f"snn.hidden_layers.{i}" for i in range(depth)}
+    theirs |= {f"layers.{depth}.linear": "snn.out_pop_layer"}
+    if any(key.startswith("log_std_network.") for key in given):
+        theirs |= {f"log_std.{2 * i}": f"log_std_network.{2 * i}" for i in range(depth + 1)}
     own = actor.state_dict()
-    for key, value in given.items():
-        module, _, kind = key.rpartition(".")
-        name = f"{names.get(module, module)}.{kind}"
-        if name not in own or own[name].numel() != value.numel():
-            raise ValueError(f"the PopSAN parameter {key}, {tuple(value.shape)}, has no place")
-        own[name] = value.reshape(own[name].shape)
+    pairs = {}  # our name of each of their parameters
+    for name in own:
+        module, _, kind = name.rpartition(".")
+        if module in theirs:
+            pairs[f"{theirs[module]}.{kind}"] = name
+    if wrong := sorted(pairs.keys() ^ given.keys()):
+        raise ValueError(f"no PopSAN actor: missing or left over: {', '.join(wrong)}")
+    for key, name in pairs.items():
+        found, expected = given[key].shape, own[name].shape
+        if [n for n in found if n > 1] != [n for n in expected if n > 1]:  # theirs has more ones
+            raise ValueError(f"{key} has shape {tuple(found)}, expected {tuple(expected)}")
+        own[name] = given[key].reshape(expected)
     actor.load_state_dict(own)
     return actor

@@ -320,27 +320,28 @@ def test_the_log_std_network_learns_at_its_own_rate() -> None:
     assert len(own) == 6
 
 
-def test_learning_rates_scale_from_their_configured_values() -> None:
-    """Each keeps its ratio, and scaling twice does not compound."""
+def test_learning_rates_anneal_from_their_configured_values() -> None:
+    """Over the last half: each keeps its ratio, and annealing twice does not compound."""
     sac = make_sac(
         True,
+        learning={"anneal": 0.5},
         actor={"learning_rate": 1e-3},
         critic={"learning_rate": 2e-3},
         sac={"learning_rate": 3e-3},
         spiking={"log_std": "mlp", "log_std_learning_rate": 1e-4},
     )
-    for factor in (0.5, 0.1):
-        sac.scale_learning_rates(factor)
+    for progress, factor in ((0.0, 1.0), (0.5, 1.0), (0.75, 0.55), (1.0, 0.1), (1.1, 0.1)):
+        sac.set_progress(progress)
         rates = {
             name: [group["lr"] for group in optimizer.param_groups]
             for name, optimizer in sac.optimizers.items()
         }
         assert rates == {
-            "actor": [1e-3 * factor, 1e-4 * factor],
-            "critic": [2e-3 * factor],
-            "temperature": [3e-3 * factor],
+            "actor": pytest.approx([1e-3 * factor, 1e-4 * factor]),
+            "critic": pytest.approx([2e-3 * factor]),
+            "temperature": pytest.approx([3e-3 * factor]),
         }
-        assert sac.learning_rate == 1e-3 * factor
+        assert sac.learning_rate == rates["actor"][0]
 
 
 @both_actors

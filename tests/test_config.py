@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import annotated_types
+import numpy as np
 import pytest
 import yaml
 from conftest import flags, leaves, tiny
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 import runner
@@ -33,6 +35,14 @@ from sansac.config import (
     resolve,
     slug,
 )
+from sansac.spiking import FUSED, load_popsan
+
+STACKS = ("popsan", "mdc_san", "ilc_san", "care_bn", "plain_lif")
+
+
+def is_task(path: Path) -> bool:
+    return path.stem not in STACKS
+
 
 # -- drawing any valid configuration ---------------------------------------------------------------
 
@@ -49,6 +59,8 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values_of(option) for option in arguments])
+    if origin is tuple and Ellipsis not in arguments:
+        return st.tuples(*map(values_of, arguments))
     if origin is tuple:
         return st.lists(values_of(arguments[0]), min_size=1, max_size=3)
     if origin is dict:
@@ -58,6 +70,8 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
         return st.none()
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return sections(annotation)
+    if AfterValidator(module._known_neuron) in metadata:
+        return st.sampled_from(module.NEURON_NAMES)
     low, high = bounds(metadata)
     if annotation is bool:
         return st.booleans()
@@ -95,6 +109,13 @@ def configs(draw: st.DrawFn) -> Config:
     replay["capacity"] = max(replay["capacity"], learning["batch_size"], windows)
     learning["learning_starts"] += learning["batch_size"] + windows
     drawn["actor"]["layer_norm"] &= not drawn["actor"]["batch_norm"]
+    spiking = drawn["spiking"]
+    spiking["output_connections"] &= spiking["decoder"] == "population"
+    if spiking["neuron"] not in FUSED:
+        spiking["backend"] = "auto"
+    if spiking["surrogate_returns"] is not None:
+        low, high = sorted(spiking["surrogate_returns"])
+        spiking["surrogate_returns"] = (low, high + 1)
     drawn["critic"]["drop"] %= 2 * drawn["critic"]["quantiles"]
     assume(drawn["name"] is None or slug(drawn["name"]))
     return Config(**drawn)
@@ -194,6 +215,7 @@ def test_an_unknown_key_like_no_other_gets_no_hint() -> None:
         ({"actor": {"hidden": [64, 0]}}, "actor.hidden"),
         ({"spiking": {"time_steps": 0}}, "spiking.time_steps"),
         ({"spiking": {"encoder": "poison"}}, "spiking.encoder"),
+        ({"spiking": {"neuron": "lief"}}, "spiking.neuron"),
         ({"spiking": {"tau": 1.0}}, "spiking.tau"),
         ({"num_envs": 2.0}, "num_envs"),
         ({"num_envs": True}, "num_envs"),
@@ -234,6 +256,9 @@ def test_a_value_out_of_range_is_named_with_what_was_found(
         ({"actor": {"layer_norm": True, "batch_norm": True}}, ("layer_norm", "batch_norm")),
         ({"critic": {"quantiles": 2, "drop": 4}}, ("critic.drop (4)", "quantiles")),
         ({"name": "../.."}, ("name", "'../..'")),
+        ({"spiking": {"output_connections": True}}, ("output_connections", "'rate'")),
+        ({"spiking": {"neuron": "clif", "backend": "native"}}, ("'clif'", "'native'")),
+        ({"spiking": {"surrogate_returns": [5, 5]}}, ("surrogate_returns", "5.0")),
     ],
 )
 def test_contradictions_name_both_sides(layer: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -322,6 +347,25 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 def test_every_preset_is_valid_and_says_what_it_is(path: Path) -> None:
     assert resolve(load_yaml(path)) != Config()
     assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("task", [p.stem for p in sorted(CONFIGS.glob("*.yaml")) if is_task(p)])
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_published_stack_is_whole_on_any_task(stack: str, task: str) -> None:
+    """Whatever the task's preset chooses, the actor is the published one."""
+    over = resolve(load_yaml(CONFIGS / f"{task}.yaml"), load_yaml(CONFIGS / f"{stack}.yaml"))
+    alone = resolve(load_yaml(CONFIGS / f"{stack}.yaml"))
+    assert over.spiking == alone.spiking and over.san
+    for field in ("layer_norm", "batch_norm", "batch_norm_momentum", "reestimate_every"):
+        assert getattr(over.actor, field) == getattr(alone.actor, field)
+    assert over.learning == resolve(load_yaml(CONFIGS / f"{task}.yaml")).learning
+
+
+def test_the_popsan_preset_is_the_actor_of_the_published_parameters() -> None:
+    with np.load(Path(__file__).parent / "golden" / "popsan_bipedal.npz") as file:
+        given = {k.removeprefix("param."): file[k] for k in file.files if k.startswith("param.")}
+    config = resolve(load_yaml(CONFIGS / "popsan.yaml"))
+    assert load_popsan(given).config == config.spiking
 
 
 # -- precedence ------------------------------------------------------------------------------------

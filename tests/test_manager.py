@@ -79,6 +79,26 @@ STACKS: dict[str, dict[str, Any]] = {
             "log_std_learning_rate": 1e-4,
         },
     },
+    "pendulum-every-part": {
+        "san": True,
+        "num_envs": 1,
+        "learning": {"update_to_data": 0.3},
+        "actor": {"batch_norm": True, "batch_norm_momentum": "kalman", "reestimate_every": 7},
+        "spiking": {
+            "encoder": "poisson", "decoder": "population", "neuron": "plif", "time_steps": 3,
+            "learn_threshold": True, "output_connections": True, "charge_noise": 0.1,
+            "transmission_noise": 0.1, "firing_penalty": 1.0, "surrogate_start": 3.0,
+            "surrogate_schedule": 1.0,
+        },
+    },
+    "pendulum-by-return": {
+        "san": True,
+        "learning": {"update_to_data": 0.1},
+        "spiking": {
+            "encoder": "population-current", "decoder": "membrane", "neuron": "alif",
+            "surrogate_start": 3.0, "surrogate_returns": [-600.0, 0.0],
+        },
+    },
     "walker-dense": {
         **WALKER,
         "num_envs": 3,
@@ -409,6 +429,7 @@ def test_the_arithmetic_of_the_ratio(ratio: Any, num_envs: int, starts: int, rou
     manager.learning_from = (starts, 0)
     manager.step = manager.updates = 0
     manager.learn_seconds = 0.0
+    manager.best_return = None
 
     class Nothing:
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -461,6 +482,78 @@ def test_the_learning_rate_anneals_over_its_share(tmp_path: Path) -> None:
         factor = 1.0 if left >= 0.5 else 0.1 + 0.9 * left / 0.5
         assert value == pytest.approx(rate * factor)
     assert series(run, "sac/learning_rate")[-1][1] == pytest.approx(0.1 * rate)
+
+
+def test_a_resumed_run_has_the_surrogate_width_of_its_step(tmp_path: Path) -> None:
+    """The first update after a resume uses it, and so does every one of an unbroken run."""
+    spiking = {"surrogate_start": 3.0, "surrogate_schedule": 1.0, "surrogate_width": 1.0}
+    manager = Manager(tiny(tmp_path, san=True, spiking=spiking))
+    terminate_at(manager, 100)
+    manager.train()
+    resumed = Manager.resume(manager.directory)
+    update, seen = resumed.algorithm.update, []
+
+    def spy(batch: Any) -> Any:
+        seen.append((resumed.step, resumed.algorithm.actor.layers[0].surrogate_width))
+        return update(batch)
+
+    resumed.algorithm.update = spy  # type: ignore[method-assign]
+    resumed.train()
+    assert seen[0][0] == 102
+    assert [width for _, width in seen] == pytest.approx([3 - 2 * step / 160 for step, _ in seen])
+
+
+@pytest.mark.parametrize(
+    ("spiking", "backend"),
+    [({"neuron": "alif"}, "spikingjelly"), ({"neuron": "clif", "backend": "torch"}, "spikingjelly"),
+     ({"backend": "torch"}, "torch")],
+)  # fmt: skip
+def test_the_backend_shown_is_the_one_in_use(spiking: dict[str, str], backend: str) -> None:
+    """case 24: neurons without a kernel are SpikingJelly's, whatever was asked for."""
+    assert Manager(tiny(san=True, spiking=spiking)).backend == backend
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+
+def warnings_of(manager: Manager, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    manager.train()
+    return [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+
+
+def test_a_silent_layer_is_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to try; a layer behind it is silent too."""
+    found = warnings_of(Manager(tiny(tmp_path, san=True, spiking={"v_threshold": 50.0})), capsys)
+    assert [line.partition("layer ")[2][:1] for line in found] == ["0", "1"]
+    assert all("100% of the neurons" in line and "v_threshold" in line for line in found)
+
+
+def test_a_saturated_layer_is_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = Manager(tiny(tmp_path, san=True))
+    torch.nn.init.constant_(manager.algorithm.actor.layers[1].linear.bias, 20.0)
+    (found,) = warnings_of(manager, capsys)
+    assert "100% of the neurons of spiking layer 1 fire at every step" in found
+    assert "firing_penalty" in found
+
+
+def test_observations_outside_the_encoders_fields_are_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spiking = {"encoder": "population", "input_range": 0.3, "v_threshold": 0.1}
+    (found,) = warnings_of(Manager(tiny(tmp_path, san=True, spiking=spiking)), capsys)
+    assert "of observation entries lie outside" in found and "spiking.input_range" in found
+
+
+@pytest.mark.parametrize("san", [False, True])
+def test_a_healthy_run_warns_of_nothing(
+    san: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spiking = {"encoder": "population-current", "v_threshold": 0.1}
+    assert warnings_of(Manager(tiny(tmp_path, san=san, spiking=spiking)), capsys) == []
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

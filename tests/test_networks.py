@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -15,17 +16,21 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
-from sansac.config import Actor, Critic
+from sansac.config import Actor, Critic, Spiking
 from sansac.networks import (
     DenseActor,
+    KalmanBatchNorm,
     QuantileCritic,
     QuantileHuber,
     RunningNorm,
     TwinCritic,
+    fold_batch_norm,
     make_critic,
     mlp,
+    reestimate,
     squashed_sample,
 )
+from sansac.spiking import SpikingActor
 
 property_test = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -300,6 +305,213 @@ def test_losses_refuse_shapes_that_would_broadcast(quantiles: int, wrong: str) -
         target = target[0]
     with pytest.raises(AssertionError):
         critic.loss(prediction, target, weight)
+
+
+# ---- batch normalisation -------------------------------------------------------------------------
+
+
+def batches(count: int, mean: float, std: float, seed: int = 0, width: int = 50) -> list[Tensor]:
+    stream = torch.Generator().manual_seed(seed)
+    return [torch.randn(64, width, generator=stream) * std + mean for _ in range(count)]
+
+
+def errors(norm: nn.BatchNorm1d, seen: list[Tensor], mean: float, std: float) -> Tensor:
+    """How far running mean and variance are off, root mean square over channels: [batches, 2]."""
+    norm.train()
+    found = []
+    for x in seen:
+        norm(x)
+        assert norm.running_mean is not None and norm.running_var is not None
+        away = norm.running_mean - mean, norm.running_var - std**2
+        found.append(torch.stack([error.square().mean().sqrt() for error in away]))
+    return torch.stack(found)
+
+
+def plain_norm() -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(50, momentum=0.01)
+
+
+def test_kalman_statistics_converge_closer_than_a_fixed_momentum() -> None:
+    """On a distribution that stays they come to average all that was seen, from the first batch."""
+    seen = batches(600, 0.5, 2.0)
+    kalman, plain = (errors(norm, seen, 0.5, 2.0) for norm in (KalmanBatchNorm(50), plain_norm()))
+    assert (kalman[20:100].mean(0) < plain[20:100].mean(0) / 3).all()
+    assert (kalman[400:].mean(0) < plain[400:].mean(0) * 0.9).all()
+    noise = torch.tensor([2.0, 4 * 2**0.5]) / 64**0.5  # of one batch's statistics
+    assert (kalman[400:].mean(0) < noise / 12).all()
+
+
+def test_kalman_statistics_follow_a_shift_at_once() -> None:
+    norms = KalmanBatchNorm(50), plain_norm()
+    for norm in norms:
+        errors(norm, batches(300, 0.0, 1.0), 0.0, 1.0)
+    kalman, plain = (errors(norm, batches(300, 1.0, 1.5, seed=1), 1.0, 1.5) for norm in norms)
+    assert (kalman[5:40].mean(0) < plain[5:40].mean(0) / 3).all()
+    assert (kalman[200:].mean(0) < plain[200:].mean(0)).all()
+
+
+def test_kalman_statistics_follow_a_drift() -> None:
+    """Within about the noise of one batch, where a fixed momentum lags by its memory."""
+    norms = KalmanBatchNorm(50), plain_norm()
+    for norm in norms:
+        for t, x in enumerate(batches(400, 0.0, 1.0)):
+            norm.train()
+            norm(x + 0.005 * t)
+        assert norm.running_mean is not None
+    kalman, plain = ((norm.running_mean - 0.005 * 399).abs().mean() for norm in norms)  # type: ignore[operator]
+    assert kalman < 1 / 64**0.5 < plain / 3
+
+
+def test_kalman_statistics_are_not_fooled_by_rows_that_repeat() -> None:
+    """A constant current over T steps is one measurement, not T."""
+    repeated = [x.repeat(5, 1) for x in batches(600, 0.5, 2.0)]
+    norms = KalmanBatchNorm(50), plain_norm()
+    kalman, plain = (errors(norm, repeated, 0.5, 2.0)[400:].mean(0) for norm in norms)
+    assert (kalman < plain).all()
+
+
+def test_kalman_normalisation_is_batch_normalisation() -> None:
+    """With the batch's statistics in training, with frozen running ones elsewhere."""
+    torch.manual_seed(0)
+    norm, plain = KalmanBatchNorm(50), plain_norm()
+    for module in (norm, plain):
+        nn.init.constant_(module.weight, 0.3)
+        nn.init.constant_(module.bias, -0.2)
+    x = batches(1, 3.0, 2.0)[0].requires_grad_()
+    found, expected = (torch.autograd.grad(m(x).square().sum(), x)[0] for m in (norm, plain))
+    torch.testing.assert_close(norm(x), plain(x))
+    torch.testing.assert_close(found, expected)
+    norm.eval()
+    before = {name: value.clone() for name, value in norm.named_buffers()}
+    away = x * 5 + 9
+    scaled = (away - norm.running_mean) / (norm.running_var + norm.eps).sqrt()
+    torch.testing.assert_close(norm(away), scaled * 0.3 - 0.2)
+    assert all(torch.equal(value, before[name]) for name, value in norm.named_buffers())
+
+
+def test_a_channel_that_never_moves_stays_finite() -> None:
+    norm = KalmanBatchNorm(2)
+    for x in batches(50, 0.0, 1.0, width=1):
+        norm(torch.cat([x, torch.full_like(x, 0.25)], 1))
+    assert all(value.isfinite().all() for value in norm.buffers())
+    assert norm.running_mean[1] == 0.25 and norm.running_var[1] == 0
+
+
+ACTORS = {
+    "dense": lambda actor: DenseActor(actor, 5, 2),
+    "spiking": lambda actor: SpikingActor(actor, Spiking(time_steps=3), 5, 2),
+    "popsan": lambda actor: SpikingActor(
+        actor,
+        Spiking(
+            encoder="population", neuron="cuba", decoder="population", output_connections=True,
+            learn_threshold=True,
+        ),
+        5, 2,
+    ),
+    "stepped": lambda actor: SpikingActor(actor, Spiking(neuron="alif", decoder="membrane"), 5, 2),
+}  # fmt: skip
+each_actor = pytest.mark.parametrize("kind", ACTORS)
+each_momentum = pytest.mark.parametrize("momentum", [0.1, "kalman"])
+
+
+def normalised_actor(kind: str, momentum: float | str, **fields: Any) -> nn.Module:
+    """An actor whose normalisation has seen some batches and has gains and biases of its own."""
+    torch.manual_seed(0)
+    actor = ACTORS[kind](
+        Actor(hidden=(16, 12), batch_norm=True, batch_norm_momentum=momentum, **fields)
+    )
+    for name, parameter in actor.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.1, 0.6)
+    actor.train()
+    for _ in range(5):
+        actor(torch.randn(64, 5))
+    return actor.eval()
+
+
+def norms_of(actor: nn.Module) -> list[nn.BatchNorm1d]:
+    return [module for module in actor.modules() if isinstance(module, nn.BatchNorm1d)]
+
+
+@each_actor
+@each_momentum
+def test_reestimated_statistics_are_those_of_all_batches_together(
+    kind: str, momentum: float | str
+) -> None:
+    """Layer by layer: when the actor acts, every layer's current has what its norm says. By the law
+    of total variance, over batches of equal size, variances within and between add up."""
+    actor = normalised_actor(kind, momentum)
+    stream = torch.Generator().manual_seed(1)
+    parts = [torch.randn(100, 5, generator=stream) * 2 + i for i in range(4)]
+    reestimate(actor, torch.cat(parts))
+    seen: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms_of(actor)}
+    for norm, inputs in seen.items():
+        norm.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs.append(x[0]))
+    for part in parts:
+        actor(part)
+    for norm, inputs in seen.items():
+        means = torch.stack([x.mean(0) for x in inputs])
+        variances = torch.stack([x.var(0, correction=0) for x in inputs])
+        count = sum(map(len, inputs))
+        total = (variances.mean(0) + means.var(0, correction=0)) * count / (count - 1)
+        torch.testing.assert_close(norm.running_mean, means.mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm.running_var, total, rtol=1e-4, atol=1e-5)
+    assert len(seen) == len(actor.layers)  # type: ignore[arg-type]
+
+
+def test_reestimating_leaves_no_hook_behind() -> None:
+    actor = normalised_actor("spiking", 0.1)
+    reestimate(actor, torch.randn(10, 5))
+    before = {name: value.clone() for name, value in actor.named_buffers()}
+    actor(torch.randn(10, 5))
+    assert all(torch.equal(value, before[name]) for name, value in actor.named_buffers())
+
+
+@each_actor
+@each_momentum
+def test_batch_normalisation_folds_into_the_weights(kind: str, momentum: float | str) -> None:
+    """Equal actions to 1e-5; a layer's spikes equal but where a voltage is that near the threshold;
+    the actor itself is left as it was."""
+    actor = normalised_actor(kind, momentum)
+    before = {name: value.clone() for name, value in actor.state_dict().items()}
+    folded = fold_batch_norm(actor)
+    assert not norms_of(folded) and norms_of(actor)
+    x = torch.randn(256, 5)
+    expected, found = actor(x), folded(x)
+    far = torch.ones(len(x), dtype=torch.bool)
+    if isinstance(actor, SpikingActor):
+        assert isinstance(folded, SpikingActor)
+        current = x if actor.encoder is None else actor.encoder(x)
+        for ours, theirs in zip(folded.layers, actor.layers, strict=True):
+            left, right = ours.trace(current), theirs.trace(current)  # type: ignore[operator]
+            near = (right.voltage - theirs.v_threshold).abs() < 1e-5  # type: ignore[operator]
+            unequal = left.spikes != right.spikes
+            # A spike that differs changes what its neuron does from there on.
+            assert not (unequal & (near.cumsum(0) == 0)).any()
+            far &= ~near.any(-1).any(0)
+            current = right.spikes
+        assert 0.02 < current.mean() < 0.98
+        assert far.float().mean() > 0.9
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left[far].tanh(), right[far].tanh(), rtol=0, atol=1e-5)
+    after = actor.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["dense", "spiking"])
+def test_layer_normalisation_is_refused_by_name(kind: str) -> None:
+    actor = ACTORS[kind](Actor(hidden=(8,), layer_norm=True))
+    with pytest.raises(ValueError, match=r"norm.* is a LayerNorm, which does not fold"):
+        fold_batch_norm(actor)
+
+
+@pytest.mark.parametrize("kind", ACTORS)
+def test_without_normalisation_folding_is_a_copy(kind: str) -> None:
+    actor = ACTORS[kind](Actor(hidden=(8,)))
+    folded, x = fold_batch_norm(actor), torch.randn(9, 5)
+    for left, right in zip(folded(x), actor(x), strict=True):
+        assert torch.equal(left, right)
+    assert not {id(p) for p in folded.parameters()} & {id(p) for p in actor.parameters()}
 
 
 # ---- quantile Huber loss -------------------------------------------------------------------------

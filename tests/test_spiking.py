@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sansac.algorithm import SAC
 from sansac.config import Actor, Config, Spiking
 from sansac.replay import Batch
-from sansac.spiking import PopulationEncoder, SpikingActor, SpikingLayer
+from sansac.spiking import PopulationEncoder, SpikingActor, SpikingLayer, load_popsan
 
 GOLDEN = Path(__file__).parent / "golden"
 OBS, ACT, B = 5, 2, 32
@@ -184,8 +184,23 @@ SHAPES = {
 }
 
 
-def jelly_node(config: Spiking) -> nn.Module:
+def jelly_node(layer: nn.Module) -> nn.Module:
+    """SpikingJelly's neuron with the constants, and the learned time constant, of a layer."""
+    config = layer.config
     shape = SHAPES[config.surrogate](alpha=1 / config.surrogate_width)
+    if config.neuron == "clif":
+        return neuron.ComplementaryLIFNode(config.tau, config.v_threshold, shape)
+    if config.neuron == "plif":
+        node = neuron.ParametricLIFNode(
+            init_tau=config.tau,
+            decay_input=config.decay_input,
+            v_threshold=config.v_threshold,
+            surrogate_function=shape,
+            detach_reset=config.detach_reset,
+        )
+        torch.testing.assert_close(node.w, layer.node.w)
+        node.w = layer.node.w
+        return node
     if config.neuron == "cuba":
         node = neuron.CUBALIFNode(
             c_decay=config.current_decay,
@@ -210,20 +225,25 @@ class ByHand(nn.Module):
     def __init__(self, actor: SpikingActor) -> None:
         super().__init__()
         self.actor = actor
-        self.nodes = nn.ModuleList(jelly_node(actor.config) for _ in actor.layers)
+        self.nodes = nn.ModuleList(jelly_node(layer) for layer in actor.layers)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         actor, config = self.actor, self.actor.config
         functional.reset_net(self.nodes)
+        for node, layer in zip(self.nodes, actor.layers, strict=True):
+            if config.learn_threshold:
+                node.v_threshold = layer.get_parameter("log_threshold").exp()
         spikes, self.spikes = [], []
         charge: Any = 0.0
         for _ in range(config.time_steps):
             x = observation
-            if config.encoder == "population":
+            if config.encoder != "current":
                 mean = actor.encoder.get_parameter("mean")
                 std = actor.encoder.get_parameter("std")
                 field = torch.exp(-((observation[:, :, None] - mean) ** 2) / (2 * std**2))
-                charge = charge + field.flatten(1)
+                x = field.flatten(1)
+            if config.encoder == "population":
+                charge = charge + x
                 x = StraightThrough.apply(charge, 0.999)
                 charge = charge - x * 0.999
             for layer, node in zip(actor.layers, self.nodes, strict=True):
@@ -239,6 +259,10 @@ class ByHand(nn.Module):
             )
             groups = rate.reshape(len(rate), ACT, config.output_population)
             mean = torch.stack([(groups[:, a] * weight[a]).sum(1) + bias[a] for a in range(ACT)], 1)
+        elif config.decoder == "membrane":
+            decode = {"last": "last_mem", "mean": "mean-mem", "max": "max-mem"}[config.membrane]
+            integrator = neuron.NonSpikingLIFNode(tau=config.membrane_tau, decode=decode)
+            mean = integrator(actor.readout.get_submodule("linear")(self.spikes))
         else:
             mean = actor.readout(rate)
         head = actor.log_std(rate if config.log_std == "shared" else observation)
@@ -263,9 +287,9 @@ def assert_as_by_hand(actor: SpikingActor) -> None:
             assert expected_gradient.any(), name
 
 
-@pytest.mark.parametrize("neuron_kind", ["lif", "cuba"])
-@pytest.mark.parametrize("encoder", ["current", "population"])
-@pytest.mark.parametrize("decoder", ["rate", "population"])
+@pytest.mark.parametrize("neuron_kind", ["lif", "plif", "cuba", "clif"])
+@pytest.mark.parametrize("encoder", ["current", "population", "population-current"])
+@pytest.mark.parametrize("decoder", ["rate", "membrane", "population"])
 @pytest.mark.parametrize("log_std", ["shared", "linear", "mlp"])
 def test_every_part_is_spikingjellys_network(
     neuron_kind: str, encoder: str, decoder: str, log_std: str
@@ -284,7 +308,7 @@ def test_every_part_is_spikingjellys_network(
     )
 
 
-@pytest.mark.parametrize("neuron_kind", ["lif", "cuba"])
+@pytest.mark.parametrize("neuron_kind", ["lif", "plif", "cuba", "clif"])
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("detach_reset", [False, True])
 def test_every_surrogate_is_spikingjellys(neuron_kind: str, shape: str, detach_reset: bool) -> None:
@@ -309,12 +333,162 @@ def test_every_surrogate_is_spikingjellys(neuron_kind: str, shape: str, detach_r
         ({"hidden": (20, 20, 20)}, {"time_steps": 6, "v_threshold": 0.1}),
         ({}, {"decay_input": True, "tau": 2.0, "v_threshold": 0.1, "time_steps": 5}),
         ({}, {"neuron": "cuba", "current_decay": 0.0, "voltage_decay": 0.9, "v_threshold": 0.2}),
+        ({}, {"neuron": "plif", "decay_input": True, "tau": 3.0, "v_threshold": 0.1}),
+        ({}, {"neuron": "clif", "tau": 2.0, "v_threshold": 0.1, "time_steps": 6}),
+        ({"batch_norm": True}, {"neuron": "clif", "tau": 4.0, "time_steps": 4}),
+        ({}, {"decoder": "membrane", "membrane": "mean", "v_threshold": 0.2, "time_steps": 4}),
+        ({}, {"decoder": "membrane", "membrane": "max", "v_threshold": 0.2, "time_steps": 4}),
+        ({}, {"decoder": "membrane", "membrane_tau": 1.0, "v_threshold": 0.2, "time_steps": 3}),
     ],
 )
 def test_other_stacks_are_spikingjellys_network(
     actor: dict[str, Any], spiking: dict[str, Any]
 ) -> None:
     assert_as_by_hand(make_actor(actor, **spiking))
+
+
+@pytest.mark.parametrize("neuron_kind", ["lif", "plif", "cuba", "clif"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "spikingjelly"])
+def test_learned_thresholds_are_spikingjellys_with_that_threshold(
+    neuron_kind: str, backend: str
+) -> None:
+    """Their gradients included, and whatever computes the neurons."""
+    actor = make_actor(
+        neuron=neuron_kind, learn_threshold=True, v_threshold=0.2, time_steps=4, backend=backend
+    )
+    for layer, value in zip(actor.layers, (-1.4, -1.8), strict=True):
+        nn.init.constant_(layer.get_parameter("log_threshold"), value)
+    assert_as_by_hand(actor)
+    rates = [trace.spikes.mean() for trace in actor.trace(observations())]
+    for layer in actor.layers:
+        nn.init.constant_(layer.get_parameter("log_threshold"), -0.5)
+    assert rates > [trace.spikes.mean() for trace in actor.trace(observations())]
+
+
+def test_any_number_of_time_steps_is_spikingjellys_network() -> None:
+    """1 to 64, voltages decaying over many silent steps included."""
+    for time_steps in range(1, 65):
+        actor = make_actor({"hidden": (4,)}, time_steps=time_steps, v_threshold=0.4)
+        by_hand = ByHand(actor)
+        torch.testing.assert_close(actor(observations()), by_hand(observations()))
+        assert torch.equal(actor.trace(observations())[0].spikes, by_hand.spikes)
+
+
+def test_adaptive_thresholds_by_hand() -> None:
+    """Tau 2, threshold 1, each spike raising it by (1 - 0.5) 1, half of which stays a step.
+
+    A current of 1.2 charges to 1.2 after a spike and to 1.8 after none; the rise before each step
+    is 0, 0.5, 0.25, 0.625, 0.3125.
+    """
+    config = Spiking(
+        neuron="alif", tau=2.0, v_threshold=1.0, adaptation=1.0, adaptation_decay=0.5, time_steps=5
+    )
+    layer = constant_layer(config, 1.2)
+    voltage, spikes = layer.trace(torch.zeros(1, 1))
+    assert spikes[:, 0, 0].tolist() == [1, 0, 1, 0, 1]
+    raised = torch.tensor([0, 0.5, 0.25, 0.625, 0.3125])
+    charged = torch.tensor([1.2, 1.2, 1.8, 1.2, 1.8])
+    torch.testing.assert_close(voltage[:, 0, 0], charged - raised)
+    plain = constant_layer(config.model_copy(update={"adaptation": 0.0}), 1.2)
+    assert plain.trace(torch.zeros(1, 1)).spikes.mean() == 1
+
+
+@pytest.mark.parametrize("detach_reset", [False, True])
+def test_adaptive_thresholds_have_the_gradient_of_a_plain_loop(detach_reset: bool) -> None:
+    config = Spiking(
+        neuron="alif", tau=3.0, adaptation=0.8, time_steps=6, detach_reset=detach_reset,
+        learn_threshold=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    layer = SpikingLayer(OBS, 9, Actor(), config)
+    spike_of = surrogate.Rect(alpha=1.0)
+
+    def loop(x: Tensor) -> Tensor:
+        current, threshold = layer.linear(x), layer.get_parameter("log_threshold").exp()
+        voltage = raised = torch.zeros_like(current)
+        spikes = []
+        for _ in range(6):
+            voltage = voltage - voltage / 3.0 + current
+            spike = spike_of(voltage - (threshold + raised))
+            raised = 0.8 * raised + (1 - 0.8) * 0.8 * spike
+            voltage = voltage * (1 - (spike.detach() if detach_reset else spike))
+            spikes.append(spike)
+        return torch.stack(spikes)
+
+    assert 0.1 < loop(observations()).mean() < 0.9
+    compare_layers(lambda x: layer(x, "spikes"), loop, layer)
+
+
+def constant_layer(config: Spiking, current: float) -> SpikingLayer:
+    """One neuron whose current is the same at every step."""
+    layer = SpikingLayer(1, 1, Actor(), config)
+    nn.init.zeros_(layer.linear.weight)
+    nn.init.constant_(layer.linear.bias, current)
+    return layer
+
+
+def compare_layers(ours: Any, theirs: Any, layer: nn.Module) -> None:
+    """Two functions of observations with the same parameters: spikes equal, gradients to 1e-5."""
+    found, expected = [], []
+    for function, record in ((ours, found), (theirs, expected)):
+        layer.zero_grad()
+        x = observations().requires_grad_()
+        spikes = function(x)
+        weight = torch.randn(spikes.shape, generator=torch.Generator().manual_seed(0))
+        (spikes * weight).sum().backward()
+        record += [spikes.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+    assert torch.equal(found[0], expected[0])
+    for left, right in zip(found[1:], expected[1:], strict=True):
+        assert right.any()
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("neuron_kind", ["cuba", "lif"])
+@pytest.mark.parametrize("time_steps", [1, 2, 5])
+def test_connections_are_spikingjellys_intra_layer_connections(
+    neuron_kind: str, time_steps: int
+) -> None:
+    """ILC-SAN's output population: the grouped map is its grouped convolution."""
+    config = Spiking(
+        neuron=neuron_kind, tau=4.0, time_steps=time_steps, decoder="population",
+        output_connections=True, v_threshold=0.3,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    layer = SpikingLayer(OBS, ACT * 3, Actor(), config, groups=ACT)
+    assert layer.connections is not None
+    weight, bias = layer.connections.weight, layer.connections.bias
+    nn.init.normal_(weight, std=0.5)
+
+    def theirs(x: Tensor) -> Tensor:
+        constants: dict[str, Any] = {"v_threshold": 0.3, "surrogate_function": surrogate.Rect(1.0)}
+        if neuron_kind == "cuba":
+            node = neuron.ILCCUBALIFNode(ACT, 3, **constants)
+        else:
+            node = neuron.ILCLIFNode(ACT, 3, v_decay=0.75, **constants)
+        del node.conn.weight, node.conn.bias
+        node.conn.weight, node.conn.bias = weight.transpose(1, 2).reshape(-1, 1, 3), bias.flatten()
+        return node(layer.linear(x).expand(time_steps, -1, -1).clone())
+
+    if time_steps == 1:  # nothing to connect yet
+        assert torch.equal(layer(observations(), "spikes"), theirs(observations()))
+    else:
+        compare_layers(lambda x: layer(x, "spikes"), theirs, layer)
+        without = SpikingLayer(OBS, ACT * 3, Actor(), config)
+        without.load_state_dict(layer.state_dict(), strict=False)
+        assert not torch.equal(without(observations(), "spikes"), theirs(observations()))
+
+
+def test_connections_stay_within_an_actions_population() -> None:
+    actor = make_actor(
+        encoder="population", decoder="population", neuron="cuba", output_connections=True,
+        output_population=4, time_steps=4, v_threshold=0.05,
+    )  # fmt: skip
+    before, _ = actor(observations())
+    with torch.no_grad():
+        actor.layers[-1].get_parameter("connections.weight")[1].fill_(5.0)
+    after, _ = actor(observations())
+    assert torch.equal(after[:, 0], before[:, 0])
+    assert not torch.equal(after[:, 1], before[:, 1])
 
 
 @pytest.mark.parametrize("shape", ["rectangle", "triangle", "atan", "sigmoid"])
@@ -368,8 +542,14 @@ STACKS: list[dict[str, Any]] = [
     {},
     {"neuron": "cuba", "encoder": "population", "decoder": "population", "log_std": "mlp"},
     {"neuron": "lif", "encoder": "population", "v_threshold": 0.2, "surrogate": "atan"},
+    {"neuron": "clif", "v_threshold": 0.2},
+    {"neuron": "alif", "encoder": "population-current", "v_threshold": 0.1},
+    {"neuron": "plif", "encoder": "poisson", "v_threshold": 0.1, "learn_threshold": True},
+    {"neuron": "cuba", "decoder": "population", "output_connections": True, "v_threshold": 0.1},
 ]
-each_stack = pytest.mark.parametrize("stack", STACKS, ids=["current", "popsan", "mixed"])
+each_stack = pytest.mark.parametrize(
+    "stack", STACKS, ids=["current", "popsan", "mixed", "clif", "alif", "plif", "ilc"]
+)
 
 
 def heads(actor: SpikingActor, observation: Tensor) -> Tensor:
@@ -485,7 +665,7 @@ def test_the_trace_is_what_the_forward_pass_does(stack: dict[str, Any]) -> None:
     traces = actor.trace(observations())
     assert len(traces) == len(actor.layers)
     assert torch.equal(traces[-1].spikes.mean(0), rate_of(actor))
-    x = actor.encoder(observations())
+    x = observations() if actor.encoder is None else actor.encoder(observations())
     for trace, layer in zip(traces, actor.layers, strict=True):
         x = layer(x, "spikes")
         assert torch.equal(trace.spikes, x)
@@ -531,7 +711,343 @@ def test_statistics_count_every_spiking_layer() -> None:
     actor = make_actor(encoder="population", decoder="population")
     names = ("firing_rate", "in_window", "silent", "saturated")
     expected = {f"spiking/{name}/{i}" for name, i in itertools.product(names, range(3))}
+    expected.add("spiking/outside_range")
     assert set(actor.statistics(observations())) == expected
+
+
+# ---- Poisson spikes ------------------------------------------------------------------------------
+
+
+def stream(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def poisson_encoder(time_steps: int) -> PopulationEncoder:
+    config = Spiking(encoder="poisson", input_population=3, input_std=1.0, time_steps=time_steps)
+    return PopulationEncoder(config, OBS)
+
+
+def test_poisson_rates_converge_to_the_activations() -> None:
+    """To within 5 standard errors, with a stream over rows and steps, without one over steps."""
+    encoder, observation = poisson_encoder(64), observations(batch=1)
+    expected = encoder.activation(observation)[0]
+    many = encoder(observation.expand(500, -1), stream())
+    assert many.unique().tolist() == [0, 1]
+    for spikes in (many, encoder(observation)):
+        count = spikes.shape[0] * spikes.shape[1]
+        error = (expected * (1 - expected) / count).sqrt()
+        assert ((spikes.mean((0, 1)) - expected).abs() <= 5 * error + 1e-6).all()
+    assert 0.1 < expected.mean() < 0.9
+
+
+def test_poisson_spikes_pass_their_gradient_to_the_activation() -> None:
+    encoder = poisson_encoder(6)
+    fields = list(encoder.parameters())
+    found = torch.autograd.grad(encoder(observations(), stream()).sum(), fields)
+    expected = torch.autograd.grad(6 * encoder.activation(observations()).sum(), fields)
+    torch.testing.assert_close(found, expected)
+
+
+def test_poisson_draws_are_their_streams() -> None:
+    """The same seed draws the same, and drawing on draws anew; rows draw independently."""
+    encoder, shared = poisson_encoder(8), stream()
+    same = observations(batch=1).expand(2, -1)
+    first = encoder(same, shared)
+    assert torch.equal(encoder(same, stream()), first)
+    assert not torch.equal(encoder(same, shared), first)
+    assert not torch.equal(first[:, 0], first[:, 1])
+
+
+def test_without_a_stream_poisson_spikes_are_a_function_of_the_observation() -> None:
+    """So evaluation is reproducible, alone or in a batch, and no global stream moves."""
+    encoder, before = poisson_encoder(8), torch.get_rng_state()
+    whole = encoder(observations())
+    assert torch.equal(encoder(observations()), whole)
+    for i in range(B):
+        assert torch.equal(encoder(observations()[i : i + 1])[:, 0], whole[:, i])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_population_current_is_the_activation_itself() -> None:
+    config = Spiking(encoder="population-current", input_population=3, input_std=1.0)
+    encoder = PopulationEncoder(config, 2)
+    current = encoder(torch.tensor([[0.0, 3.0]]))
+    near, far = np.exp(-4.5), np.exp(-18)
+    torch.testing.assert_close(current, torch.tensor([[near, 1, near, far, near, 1]]).float())
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+
+
+def noise_of(output: Any, **noise: float) -> Tensor:
+    """What a stream adds to a layer's output, [T, 4000, 3] or [4000, 3]."""
+    config = Spiking(time_steps=4, tau=2.0, v_threshold=0.2, **noise)
+    torch.manual_seed(0)
+    layer, x = SpikingLayer(OBS, 3, Actor(), config), observations(batch=1).expand(4000, -1)
+    with torch.no_grad():
+        return layer(x, output, stream()) - layer(x, output)
+
+
+def test_charge_noise_is_independent_in_every_step() -> None:
+    """The first voltage has the noise of one current."""
+    noise = noise_of("voltages", charge_noise=0.3)[0]
+    assert noise.mean().abs() < 0.02
+    assert noise.std().item() == pytest.approx(0.3, rel=0.03)
+    config = Spiking(time_steps=2, tau=2.0, v_threshold=99.0, charge_noise=0.3)
+    voltage = constant_layer(config, 1.0)(torch.zeros(20_000, 1), "voltages", stream())[..., 0]
+    added = voltage[1] - voltage[0] / 2 - 1  # a LIF of tau 2 keeps half
+    assert added.std().item() == pytest.approx(0.3, rel=0.03)
+    assert torch.corrcoef(torch.stack([voltage[0], added]).detach())[0, 1].abs() < 0.03
+
+
+@pytest.mark.parametrize(("output", "deviation"), [("spikes", 0.3), ("mean", 0.15)])
+def test_transmission_noise_reaches_what_the_layer_sends(output: str, deviation: float) -> None:
+    """Of the mean over 4 steps, half as much."""
+    noise = noise_of(output, transmission_noise=0.3)
+    assert noise.mean().abs() < 0.01
+    assert noise.std().item() == pytest.approx(deviation, rel=0.03)
+
+
+def test_noise_is_for_training_and_exploration_alone() -> None:
+    """Acting, evaluating and looking at an actor show the actor without it."""
+    noisy, quiet = (
+        SAC(Config(san=True, actor={"hidden": (16, 12)}, spiking=noise), OBS, ACT, "cpu")
+        for noise in ({"charge_noise": 0.5, "transmission_noise": 0.5}, {})
+    )
+    observation = observations()
+    assert torch.equal(noisy.act(observation), quiet.act(observation))
+    assert torch.equal(noisy.sample(observation, stream()), quiet.sample(observation, stream()))
+    shown = [sac.actor.statistics(observation) for sac in (noisy, quiet)]  # type: ignore[operator]
+    assert shown[0] == shown[1]
+    assert not torch.equal(noisy.explore(observation), quiet.explore(observation))
+    assert noisy.update(a_batch())["loss/actor"] != quiet.update(a_batch())["loss/actor"]
+
+
+# ---- schedules and penalties ---------------------------------------------------------------------
+
+
+def widths(actor: SpikingActor) -> float:
+    """The one surrogate width of all layers."""
+    (width,) = {layer.surrogate_width for layer in actor.layers}
+    return float(width)  # type: ignore[arg-type]
+
+
+def test_surrogates_narrow_over_their_share_of_training() -> None:
+    actor = make_actor(surrogate_start=3.0, surrogate_schedule=0.5, surrogate_width=1.0)
+    moved = []
+    for progress in (0.0, 0.1, 0.25, 0.4, 0.5, 0.9, 1.1):
+        actor.set_progress(progress, best_return=99.0)
+        moved.append(widths(actor))
+    assert moved == pytest.approx([3.0, 2.6, 2.0, 1.4, 1.0, 1.0, 1.0])
+
+
+def test_surrogates_narrow_with_the_return() -> None:
+    """Whatever the share of training; before the first evaluation they stay as they start."""
+    actor = make_actor(surrogate_start=3.0, surrogate_returns=(-100.0, 300.0))
+    moved = []
+    for best in (None, -200.0, -100.0, 0.0, 100.0, 300.0, 400.0):
+        actor.set_progress(0.9, best)
+        moved.append(widths(actor))
+    assert moved == pytest.approx([3.0, 3.0, 3.0, 2.5, 2.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("neuron_kind", ["lif", "alif"])
+def test_a_scheduled_width_is_the_width_of_the_gradient(neuron_kind: str) -> None:
+    """In the kernels and in neurons that are stepped."""
+    stack: dict[str, Any] = {"neuron": neuron_kind, "time_steps": 3, "surrogate": "triangle"}
+    moving = make_actor(surrogate_start=4.0, surrogate_width=1.0, **stack)
+    for progress, width in ((0.0, 4.0), (0.25, 2.5), (1.0, 1.0)):
+        moving.set_progress(progress)
+        still = gradients(make_actor(surrogate_width=width, **stack), observations())
+        for name, slope in gradients(moving, observations()).items():
+            torch.testing.assert_close(slope, still[name], rtol=1e-6, atol=1e-7)
+
+
+def test_without_a_start_the_width_stays() -> None:
+    actor = make_actor(surrogate_width=0.7)
+    actor.set_progress(0.0)
+    assert widths(actor) == 0.7
+
+
+def test_the_firing_penalty_by_hand() -> None:
+    """A layer that fires at every second step, one at every step, one never; target 0.2.
+
+    A LIF of tau 2 under currents 0.7 (0.7, 1.05: fires), 1 and 0 at threshold 1.
+    """
+    config = Spiking(time_steps=4, tau=2.0, v_threshold=1.0, firing_penalty=2.0, target_rate=0.2)
+    actor = SpikingActor(Actor(hidden=(2, 2, 2)), config, 1, 1)
+    for layer, current in zip(actor.layers, (0.7, 1.0, 0.0), strict=True):
+        nn.init.zeros_(layer.get_parameter("linear.weight"))
+        nn.init.constant_(layer.get_parameter("linear.bias"), current)
+    expected = 2.0 * (0.3**2 + 0.8**2)
+    actor.eval()
+    actor(torch.zeros(3, 1))
+    assert actor.penalty() == 0.0  # asked for by no training pass
+    assert float(actor.statistics(torch.zeros(3, 1))["spiking/firing_penalty"]) == (
+        pytest.approx(expected)
+    )
+    actor.train()
+    actor(torch.zeros(3, 1))
+    actor.eval()
+    actor(torch.ones(3, 1))
+    penalty = actor.penalty()
+    assert isinstance(penalty, Tensor) and penalty.item() == pytest.approx(expected)
+    assert actor.penalty() == 0.0  # counted once
+
+
+@pytest.mark.parametrize("decoder", ["rate", "membrane", "population"])
+@pytest.mark.parametrize("neuron_kind", ["lif", "alif"])
+def test_the_firing_penalty_lowers_rates(neuron_kind: str, decoder: str) -> None:
+    actor = make_actor(
+        neuron=neuron_kind, decoder=decoder, firing_penalty=1.0, target_rate=0.05, v_threshold=0.1
+    )
+    optimizer = torch.optim.Adam(actor.parameters(), 0.02)
+
+    def rates() -> list[float]:
+        return [float(trace.spikes.mean()) for trace in actor.trace(observations())]
+
+    before = rates()
+    for _ in range(60):
+        actor.train()
+        actor(observations())
+        penalty = actor.penalty()
+        assert isinstance(penalty, Tensor)
+        optimizer.zero_grad()
+        penalty.backward()
+        optimizer.step()
+    assert all(after < rate for after, rate in zip(rates(), before, strict=True))
+    assert max(rates()) < 0.15 < max(before)
+
+
+def test_the_firing_penalty_is_part_of_the_actors_loss_once() -> None:
+    """The pass on next observations, for the target, adds nothing."""
+    free, pressed = (
+        SAC(
+            Config(
+                san=True,
+                actor={"hidden": (16, 12)},
+                spiking={"firing_penalty": weight, "target_rate": 0.0, "v_threshold": 0.1},
+            ),
+            OBS, ACT, "cpu",
+        )
+        for weight in (0.0, 10.0)
+    )  # fmt: skip
+    batch = a_batch()
+    actor = pressed.actor
+    assert isinstance(actor, SpikingActor)
+    expected = actor.statistics(pressed.normalize(batch.observation))["spiking/firing_penalty"]
+    difference = pressed.update(batch)["loss/actor"] - free.update(batch)["loss/actor"]
+    assert expected > 0.1
+    torch.testing.assert_close(difference, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is learned -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("neuron_kind", ["lif", "plif", "cuba", "clif", "alif"])
+def test_thresholds_and_time_constants_learn_and_are_kept(neuron_kind: str) -> None:
+    """Of each layer its own, in the weights that a checkpoint and an agent hold."""
+    spiking = {"neuron": neuron_kind, "learn_threshold": True, "v_threshold": 0.2, "time_steps": 3}
+    config = Config(san=True, actor={"hidden": (16, 12)}, spiking=spiking)
+    sac = SAC(config, OBS, ACT, "cpu")
+    names = [f"layers.{i}.log_threshold" for i in range(2)]
+    names += [f"layers.{i}.node.w" for i in range(2)] if neuron_kind == "plif" else []
+    start = {name: sac.actor.get_parameter(name).item() for name in names}
+    for _ in range(5):
+        sac.update(a_batch())
+    kept = sac.weights()["actor"]
+    for name in names:
+        assert kept[name].item() != start[name]
+        assert kept[name].item() == sac.actor.get_parameter(name).item()
+    assert len({kept[name].item() for name in names}) == len(names)
+    twin = SAC(config, OBS, ACT, "cpu")
+    twin.load_weights(sac.weights())
+    assert torch.equal(twin.act(observations()), sac.act(observations()))
+
+
+def test_fixed_constants_are_no_parameters() -> None:
+    names = {name for name, _ in make_actor(neuron="lif").named_parameters()}
+    assert not any("threshold" in name or "node" in name for name in names)
+
+
+# ---- published parameters ------------------------------------------------------------------------
+
+
+def published(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A golden file's parameters under the names of the published code, and all that it holds."""
+    with np.load(GOLDEN / f"popsan_{name}.npz") as file:
+        of = {key: torch.from_numpy(file[key]) for key in file.files}
+    prefix = "param."
+    return {key.removeprefix(prefix): of[key] for key in of if key.startswith(prefix)}, of
+
+
+@pytest.mark.parametrize("name", ["small", "bipedal"])
+def test_published_popsan_parameters_give_published_outputs(name: str) -> None:
+    given, of = published(name)
+    mean, log_std = load_popsan(given)(of["obs"])
+    torch.testing.assert_close(mean, of["mu"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(log_std, of["log_std"], rtol=0, atol=1e-6)
+    longer, _ = load_popsan(given, time_steps=9)(of["obs"])
+    assert not torch.equal(longer, mean)
+
+
+def test_popsan_without_its_log_std_network_has_a_new_one() -> None:
+    given, of = published("small")
+    actor = load_popsan({k: v for k, v in given.items() if not k.startswith("log_std_network")})
+    mean, log_std = actor(of["obs"])
+    torch.testing.assert_close(mean, of["mu"], rtol=0, atol=1e-6)
+    assert not torch.allclose(log_std, of["log_std"])
+    assert actor.config.log_std == "mlp"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_popsan_of_any_depth_and_width(depth: int) -> None:
+    """What we build from its parameters, renamed, is the actor they came from."""
+    config = Spiking(
+        time_steps=5, encoder="population", neuron="cuba", decoder="population", log_std="mlp",
+        input_population=4, output_population=1,
+    )  # fmt: skip
+    torch.manual_seed(depth)
+    actor = SpikingActor(Actor(hidden=tuple(range(7, 7 + depth))), config, OBS, 1)
+    theirs = {f"layers.{i}.linear": f"snn.hidden_layers.{i}" for i in range(depth)}
+    theirs |= {f"layers.{depth}.linear": "snn.out_pop_layer", "readout": "decoder.decoder"}
+    given = {}
+    for name, value in actor.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        module = theirs.get(module, module).replace("log_std.", "log_std_network.")
+        given[f"{module}.{kind}"] = value
+    given["encoder.mean"], given["encoder.std"] = actor.encoder.mean[None], actor.encoder.std[None]
+    given["decoder.decoder.weight"] = actor.readout.weight.transpose(1, 2)
+    given["decoder.decoder.bias"] = actor.readout.bias[:, 0]
+    assert torch.equal(heads(load_popsan(given), observations()), heads(actor, observations()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder.mean", "encoder.std", "snn.hidden_layers.0.bias", "snn.hidden_layers.1.weight",
+        "snn.out_pop_layer.bias", "decoder.decoder.weight", "log_std_network.2.weight",
+    ],
+)  # fmt: skip
+def test_a_missing_popsan_parameter_is_named(name: str) -> None:
+    given, _ = published("small")
+    del given[name]
+    with pytest.raises(ValueError, match=name.replace(".", r"\.").replace("1.weight", "1.bias")):
+        load_popsan(given)
+
+
+@pytest.mark.parametrize("name", ["snn.extra.weight", "readout.weight", "encoder.extra"])
+def test_a_popsan_parameter_that_is_left_over_is_named(name: str) -> None:
+    given, _ = published("small")
+    with pytest.raises(ValueError, match=name):
+        load_popsan(given | {name: torch.zeros(2, 3, 1)})
+
+
+def test_a_popsan_parameter_of_another_shape_is_named() -> None:
+    given, _ = published("small")
+    given["snn.hidden_layers.0.weight"] = given["snn.hidden_layers.0.weight"].T
+    with pytest.raises(ValueError, match=r"hidden_layers\.0\.weight has shape \(12, 8\)"):
+        load_popsan(given)
 
 
 # ---- batch statistics ----------------------------------------------------------------------------
@@ -618,6 +1134,26 @@ def test_the_averaged_policy_averages_batch_statistics_too() -> None:
         if value.is_floating_point():
             torch.testing.assert_close(value, 0.75 * old[name] + 0.25 * online[name])
             assert not torch.equal(value, old[name])
+
+
+@pytest.mark.parametrize("momentum", [0.01, "kalman"])
+def test_reestimation_reaches_the_actor_and_the_averaged_policy(momentum: float | str) -> None:
+    """Both have the statistics of all observations under their own weights; nothing else moves."""
+    sac = make_sac(batch_norm_momentum=momentum, average=0.2)
+    sac.norm.update(observations(5) * 2)
+    for seed in range(3):
+        sac.update(a_batch(observation=observations(seed)))
+    before = {name: p.clone() for name, p in sac.actor.named_parameters()}
+    many = observations(7, batch=500)
+    sac.reestimate(many)
+    for actor in (sac.actor, sac.policy_actor):
+        layer = actor.layers[0]  # type: ignore[index]
+        current = layer.linear(sac.normalize(many))  # type: ignore[union-attr]
+        norm = layer.norm  # type: ignore[union-attr]
+        torch.testing.assert_close(norm.running_mean, current.mean(0))
+        torch.testing.assert_close(norm.running_var, current.var(0))
+    assert all(torch.equal(p, before[name]) for name, p in sac.actor.named_parameters())
+    assert not sac.actor.training
 
 
 def test_batch_normalised_currents_start_around_half_the_threshold() -> None:
