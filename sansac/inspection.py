@@ -44,6 +44,7 @@ MAX_STEPS = 4_000  # control steps that are traced: pictures of more say no more
 MAX_ENTRIES = 24  # panels of observation entries
 MAX_ACTIONS = 8  # rows of action traces
 ZOOM = 48  # simulation steps that the close-ups show, about
+HARD_RESET = ("lif", "plif", "cuba", "alif")  # `clif` subtracts; of others nothing is known
 QUARTILES = (0.25, 0.5, 0.75)
 
 
@@ -219,7 +220,7 @@ def trace(actor: DenseActor | SpikingActor, observations: Tensor) -> list[Layer]
                 stack([row[i].voltage for row in traces]),
                 float(layer.v_threshold),  # type: ignore[arg-type]
                 float(layer.surrogate_width),  # type: ignore[arg-type]
-                config.neuron != "clif",  # which subtracts
+                config.neuron in HARD_RESET,
             )
         )
     return layers
