@@ -23,6 +23,7 @@ class Train:
 
       train           train, or go on with a run (--resume)
       evaluate RUN    mean return of a trained agent over seeded episodes
+      inspect RUN     what its neurons do over an episode: pictures and a page
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -55,6 +56,27 @@ class Evaluate:
     """Film the first episode into RUN/videos/."""
     json: bool = False
     """Print one JSON object instead of a table."""
+
+
+@dataclass
+class Inspect:
+    """Look inside a trained agent: a spike raster over an episode with frames and actions, membrane
+    traces, firing rates and tuning curves, as PNG files and a self-contained page."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    seed: int = 0
+    """The episode is the first that evaluate runs with this seed."""
+    neurons: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYER:NEURON...")] = ()
+    """Neurons whose membranes are shown, such as 0:12 1:3; none: three a layer."""
+    at: int | None = None
+    """Control step where the close-ups begin; none: the middle of the episode."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the pictures and index.html go; none: RUN/inspection/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -128,7 +150,42 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "evaluate": evaluate}
+def inspect(arguments: Sequence[str]) -> int:
+    asked = parse(Inspect, "inspect", arguments)
+    if asked.seed < 0:
+        raise ConfigError("--seed must be at least 0")
+
+    from rich.console import Console
+
+    from sansac import inspection
+    from sansac.manager import Manager
+
+    out = asked.out or asked.run / "inspection"
+    inspection.check_directory(out, asked.overwrite)
+    manager = Manager.load(asked.run, asked.checkpoint)
+    console = Console(stderr=True)
+    with console.status("inspecting") as status:
+        page, episode = inspection.inspect(
+            manager,
+            out,
+            name=asked.run.resolve().name,
+            seed=asked.seed,
+            at=asked.at,
+            neurons=asked.neurons,
+            overwrite=asked.overwrite,
+            on_step=lambda what: status.update(f"inspecting: {what}"),
+        )
+    if episode.no_frames:
+        print(f"no frames: {episode.no_frames}", file=sys.stderr)
+    print(page)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "inspect": inspect,
+}
 
 
 def parse(kind: type, command: str, arguments: Sequence[str], **default: Any) -> Any:

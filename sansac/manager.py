@@ -324,12 +324,19 @@ class Manager:
 
         Raises ConfigError where the environment gives no frames.
         """
-        custom = self._custom_env is not None
-        env = (self._factories[0] if custom else env_factory(self.config, "rgb_array"))()
+        env = self.rendering_env()
         if env.render_mode != "rgb_array":
             env.close()
             raise ConfigError('make_env: the environment\'s render_mode is not "rgb_array"')
         record_video(self.policy, env, seed, path)
+
+    def rendering_env(self) -> gym.Env:
+        """A new environment that renders frames; a user's own is as `make_env` returns it.
+
+        Raises ConfigError where it cannot be made so.
+        """
+        custom = self._custom_env is not None
+        return (self._factories[0] if custom else env_factory(self.config, "rgb_array"))()
 
     def _evaluate_and_keep_best(self, episodes: int | None = None) -> dict[str, Any]:
         """Evaluate on episodes that no other evaluation of the run uses; keep the best policy.

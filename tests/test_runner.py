@@ -61,7 +61,7 @@ def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 # -- help ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["train", "--help"], ["evaluate", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], *([c, "--help"] for c in runner.COMMANDS)])
 def test_help_loads_nothing_heavy(words: list[str]) -> None:
     code = f"""
 import sys, runner
