@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sansac import checkpoint
+from sansac import checkpoint, kernels
 from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
