@@ -89,11 +89,11 @@ def test_help_explains_every_option_and_command(call: Call) -> None:
 
 def test_help_shows_the_environments_preset(call: Call) -> None:
     """The defaults that help prints are those that a run would take."""
-    gamma = config_module.preset_for("BipedalWalker-v3")["learning"]["gamma"]
-    for words, value in (([], gamma), (["--env", "NoPreset-v0"], config_module.Learning().gamma)):
+    tau = config_module.preset_for("BipedalWalker-v3")["learning"]["tau"]
+    for words, value in (([], tau), (["--env", "NoPreset-v0"], config_module.Learning().tau)):
         _, out, _ = call(*words, "--help")
         flat = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
-        assert f"Discount factor a step. (default: {value})" in flat
+        assert f"target <- (1 - tau) target + tau online. (default: {value})" in flat
 
 
 # -- errors ----------------------------------------------------------------------------------------
