@@ -270,9 +270,11 @@ def show_comparison(comparison: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console, results = Console(), comparison.table
+    if len(comparison.groups) <= 4:  # groups side by side fit where their numbers do not
+        results = [list(column) for column in zip(*results, strict=True)]
     for title, rows in (
-        (comparison.title, comparison.table),
+        (comparison.title, results),
         ("", comparison.improvement_table),
         (f"configuration differences, by {comparison.by}", comparison.differences),
     ):

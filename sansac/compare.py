@@ -393,7 +393,7 @@ class Comparison:
         firing = any("firing_rate_0" in row for row in rows)
         head = ["group", "seeds", "mean", "IQM", "95 % interval", "its coverage", "lowest seed"]
         head += ["firing rate a layer"] * firing + ["minutes"]
-        head += [f"steps to {threshold:g}"] * (threshold is not None)
+        head += [] if threshold is None else [f"steps to {threshold:g}"]
         return [head, *(cells(row, firing, threshold is not None) for row in rows)]
 
     @cached_property
@@ -430,7 +430,8 @@ COVERAGE = """The interval is a percentile bootstrap of the interquartile mean (
 nominally 95 %. Its coverage is how often such an interval holds the true value when that many
 seeds' scores are normal (simulated): the fewer seeds, the more it promises too much. A seed's score
 is the mean return of its final, deterministic episodes; minutes are of collecting and learning."""
-STEPS = """Steps to {threshold:g}: the median over seeds of the first evaluation that reached it."""
+STEPS = """Steps to {threshold:g}: the median over seeds of the first evaluation that reached it; in
+brackets how many seeds did."""
 
 
 def cells(row: dict[str, Any], firing: bool, threshold: bool) -> list[str]:
@@ -449,7 +450,7 @@ def cells(row: dict[str, Any], firing: bool, threshold: bool) -> list[str]:
     if threshold:
         steps = row["steps_to_threshold"]
         middle = f"{steps:,.0f}" if math.isfinite(steps) else "not reached"
-        text.append(f"{middle} ({row['reached']} of {seeds} did)")
+        text.append(f"{middle} ({row['reached']} of {seeds})")
     return text
 
 

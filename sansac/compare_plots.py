@@ -57,16 +57,22 @@ def draw_curves(comparison: Comparison) -> Figure:
         for group in comparison.groups:
             draw_curve(axes, comparison, group, axis, look[group.name])
         if comparison.threshold is not None:
-            axes.axhline(comparison.threshold, color=ink(), lw=0.7, ls=":")
+            solved = f"threshold, {comparison.threshold:g}"
+            axes.axhline(comparison.threshold, color=ink(), lw=0.9, ls=":", label=solved)
         axes.set_xlabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.4g}" if x < 1e4 else
-                                                     f"{x / 1e3:,.4g}k"))  # fmt: skip
+        axes.xaxis.set_major_formatter(FuncFormatter(thousands))
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("mean return of an evaluation")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=min(4, len(labels)), handlelength=3.5
+    )
     return figure
+
+
+def thousands(x: float, _: int) -> str:
+    return f"{x / 1e3:g}k" if x >= 1e3 else f"{x:g}"
 
 
 def draw_curve(axes: Axes, comparison: Comparison, group: Group, axis: str, look: Look) -> None:
@@ -83,7 +89,7 @@ def draw_curve(axes: Axes, comparison: Comparison, group: Group, axis: str, look
 def draw_final(comparison: Comparison) -> Figure:
     """Seeds of each group, their IQM and its interval."""
     groups = comparison.groups
-    figure = new_figure(8, 0.55 * len(groups) + 1.0)
+    figure = new_figure(11, 0.5 * len(groups) + 1.0)
     axes, look = figure.subplots(), looks(groups)
     for i, (group, row) in enumerate(zip(groups, comparison.summaries, strict=True)):
         if not group.finished:
@@ -99,7 +105,7 @@ def draw_final(comparison: Comparison) -> Figure:
 
 
 def draw_improvement(improvements: Sequence[Improvement]) -> Figure:
-    figure = new_figure(8, 0.45 * len(improvements) + 1.0)
+    figure = new_figure(11, 0.4 * len(improvements) + 1.0)
     axes = figure.subplots()
     for i, (_, _, probability, (low, high)) in enumerate(improvements):
         axes.hlines(i, low, high, color=ink(), lw=4, alpha=0.35)
@@ -125,7 +131,7 @@ def draw_profile(comparison: Comparison) -> Figure:
     scores = np.concatenate([group.scores for group in scored])
     margin = 0.05 * (np.ptp(scores) or 1.0)
     returns = np.linspace(scores.min() - margin, scores.max() + margin, 301)
-    figure = new_figure(8, 3.8)
+    figure = new_figure(11, 3.8)
     axes, look = figure.subplots(), looks(comparison.groups)
     for group in scored:
         color, dash, _ = look[group.name]
