@@ -18,6 +18,8 @@ from sansac.config import Config, ConfigError, load_yaml, merge, partial, preset
 if TYPE_CHECKING:
     from sansac.compare import Comparison
 
+GROUPS = 3  # groups of a comparison that fit side by side in a terminal
+
 
 @dataclass
 class Train:
@@ -270,23 +272,25 @@ def show_comparison(comparison: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console, results = Console(), comparison.table
-    if len(comparison.groups) <= 4:  # groups side by side fit where their numbers do not
-        results = [list(column) for column in zip(*results, strict=True)]
-    for title, rows in (
-        (comparison.title, results),
-        ("", comparison.improvement_table),
-        (f"configuration differences, by {comparison.by}", comparison.differences),
-    ):
-        if rows:
-            table = Table(title=Text(title))
-            for i, head in enumerate(rows[0]):
-                table.add_column(Text(head), justify="right" if i else "left")
-            for row in rows[1:]:
+    console, (head, *rows) = Console(), comparison.table
+    tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
+              for i in range(0, len(rows), GROUPS)]  # fmt: skip
+    tables.append(("", comparison.improvement_table))
+    tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
+    for title, cells in tables:
+        if cells:
+            table = Table(title=Text(title) if title else None)
+            for i, name in enumerate(cells[0]):
+                table.add_column(Text(name), justify="right" if i else "left")
+            for row in cells[1:]:
                 table.add_row(*map(Text, row))
             console.print(table)
     for flag in comparison.flags:
         console.print(Text(f"note: {flag}"))
+
+
+def transposed(rows: list[list[str]]) -> list[list[str]]:
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -364,8 +364,8 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        env = self.groups[0].runs[0].config.env
-        return f"{env}: {' and '.join(group.name for group in self.groups)}"[:200]
+        env, names = self.groups[0].runs[0].config.env, [group.name for group in self.groups]
+        return f"{env}: {' and '.join(names)}" if len(names) < 3 else f"{env} by {self.by}"
 
     @cached_property
     def summaries(self) -> list[dict[str, Any]]:

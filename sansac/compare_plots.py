@@ -44,8 +44,11 @@ OTHERS = [
 
 def looks(groups: Sequence[Group]) -> dict[str, Look]:
     """How each group is drawn; the two actors look the same everywhere."""
-    others = [group.name for group in groups if group.name not in ACTORS]
-    return ACTORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
+    names = [group.name for group in groups]
+    taken = {ACTORS[name].color for name in names if name in ACTORS}
+    free = [look for look in OTHERS if look.color not in taken]
+    others = [name for name in names if name not in ACTORS]
+    return ACTORS | {name: free[i % len(free)] for i, name in enumerate(others)}
 
 
 def draw_curves(comparison: Comparison) -> Figure:
@@ -144,5 +147,5 @@ def draw_profile(comparison: Comparison) -> Figure:
     axes.set_ylabel("share of seeds that score above it")
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.25)
-    axes.legend(loc="best")
+    figure.legend(loc="outside upper center", ncols=min(4, len(scored)), handlelength=3.5)
     return figure

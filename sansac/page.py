@@ -84,7 +84,8 @@ h1::after { content: ""; display: block; width: 4rem; border-top: 4px solid var(
   margin-top: 0.5rem; }
 h2 { font-size: 1.2rem; margin: 2.4rem 0 0.3rem; }
 p { max-width: 75ch; margin: 0.3rem 0 0.8rem; color: var(--soft); overflow-wrap: anywhere; }
-.note { border-left: 4px solid var(--accent); padding-left: 0.8rem; color: var(--ink); }
+.note { margin-top: 1rem; border-left: 4px solid var(--accent); padding-left: 0.8rem;
+  color: var(--ink); }
 .wide { overflow-x: auto; }
 .wide img { display: block; width: 100%; height: auto; }
 @media (max-width: 760px) { .wide img { width: auto; max-width: none; height: auto;

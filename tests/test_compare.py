@@ -33,6 +33,7 @@ from sansac.compare import (
     read_runs,
     summary,
 )
+from sansac.compare_plots import looks
 from sansac.config import ConfigError, merge
 from sansac.logger import JsonLines
 from sansac.manager import Manager
@@ -423,6 +424,23 @@ def test_two_trained_agents_are_compared_from_the_command_line(
     with open(out / "table.csv", newline="") as file:
         table = {row["group"]: float(row["iqm"]) for row in csv.DictReader(file)}
     assert table == pytest.approx(finals)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_many_groups_are_told_whole_and_drawn_apart(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("dense", [100.0])
+    for steps in range(2, 7):
+        make(f"s{steps}", [100.0 + steps], san=True, spiking={"time_steps": steps})
+    words = [str(tmp_path / "runs"), "--by", "spiking.time-steps", "--out", str(tmp_path / "out")]
+    assert runner.main(["compare", *words]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{100 + steps}.0 (0)" in printed for steps in (0, 2, 3, 4, 5, 6))
+    assert "Pendulum-v1 by spiking.time-steps" in printed
+    drawn = looks(group_runs(read_runs([tmp_path]), "spiking.time_steps"))
+    shown = [drawn[name] for name in ("dense", *(f"time_steps {n}" for n in range(2, 7)))]
+    assert len({look.color for look in shown}) == len({look.marker for look in shown}) == 6
 
 
 @pytest.mark.parametrize(
