@@ -7,12 +7,18 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
 from sansac.config import Config, ConfigError, load_yaml, merge, partial, preset_for
+
+if TYPE_CHECKING:
+    from sansac.compare import Comparison
+
+GROUPS = 3  # groups of a comparison that fit side by side in a terminal
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Train:
       train           train, or go on with a run (--resume)
       evaluate RUN    mean return of a trained agent over seeded episodes
       inspect RUN     what its neurons do over an episode: pictures and a page
+      compare RUN...  groups of runs: statistics, figures, tables and a page
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -75,6 +82,24 @@ class Inspect:
     """Control step where the close-ups begin; none: the middle of the episode."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where the pictures and index.html go; none: RUN/inspection/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
+
+
+@dataclass
+class Compare:
+    """Compare groups of runs over their seeds: learning curves, final performance, probability of
+    improvement and performance profile, as figures, tables and a self-contained page."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
+    """Run directories, directories that hold some anywhere below, or globs."""
+    by: Annotated[str, tyro.conf.arg(metavar="actor|KEY")] = "actor"
+    """What groups the runs: the actor, or any option such as spiking.time_steps; several are
+    separated by commas."""
+    threshold: float | None = None
+    """Return whose first reaching is told in steps; none: the environment's own, if it has one."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where everything goes; none: a new directory under runs/comparisons/."""
     overwrite: bool = False
     """Write into a directory that is not empty."""
 
@@ -159,9 +184,10 @@ def inspect(arguments: Sequence[str]) -> int:
 
     from sansac import inspection
     from sansac.manager import Manager
+    from sansac.page import check_directory
 
     out = asked.out or asked.run / "inspection"
-    inspection.check_directory(out, asked.overwrite)
+    check_directory(out, asked.overwrite)
     manager = Manager.load(asked.run, asked.checkpoint)
     console = Console(stderr=True)
     with console.status("inspecting") as status:
@@ -181,10 +207,36 @@ def inspect(arguments: Sequence[str]) -> int:
     return 0
 
 
+def compare(arguments: Sequence[str]) -> int:
+    asked = parse(Compare, "compare", arguments)
+    if not asked.runs:
+        raise ConfigError("compare needs run directories, such as: compare runs/BipedalWalker-v3")
+
+    from rich.console import Console
+
+    from sansac import compare as comparing
+
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    out = asked.out or Path("runs", "comparisons", stamp)
+    with Console(stderr=True).status("comparing") as status:
+        comparison = comparing.compare(
+            asked.runs,
+            out,
+            by=asked.by,
+            threshold=asked.threshold,
+            overwrite=asked.overwrite,
+            on_step=lambda what: status.update(f"comparing: {what}"),
+        )
+    show_comparison(comparison)
+    print(out)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
     "inspect": inspect,
+    "compare": compare,
 }
 
 
@@ -212,6 +264,33 @@ def show(result: dict[str, Any], kind: str = "deterministic") -> None:
     for layer, rate in enumerate(result.get("firing_rate", ())):
         table.add_row(f"firing rate, layer {layer}", f"{rate:.3f}")
     Console().print(table)
+
+
+def show_comparison(comparison: Comparison) -> None:
+    """The tables of a comparison and what makes its runs unlike, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, (head, *rows) = Console(), comparison.table
+    tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
+              for i in range(0, len(rows), GROUPS)]  # fmt: skip
+    tables.append(("", comparison.improvement_table))
+    tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
+    for title, cells in tables:
+        if cells:
+            table = Table(title=Text(title) if title else None)
+            for i, name in enumerate(cells[0]):
+                table.add_column(Text(name), justify="right" if i else "left")
+            for row in cells[1:]:
+                table.add_row(*map(Text, row))
+            console.print(table)
+    for flag in comparison.flags:
+        console.print(Text(f"note: {flag}"))
+
+
+def transposed(rows: list[list[str]]) -> list[list[str]]:
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -6,18 +6,15 @@ itself, to the last one.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from sansac.checkpoint import write_atomically
@@ -25,16 +22,15 @@ from sansac.config import ConfigError
 from sansac.environments import EVALUATION, Episodic, env_factory, episode_seed
 from sansac.evaluation import run_episode
 from sansac.inspection_plots import (
-    THEMES,
     draw_encoder,
     draw_membranes,
     draw_raster,
     draw_rates,
     draw_tuning,
-    render,
 )
 from sansac.manager import Manager
 from sansac.networks import DenseActor
+from sansac.page import Picture, check_directory, page, render_themes, section, table
 from sansac.plots import COLORS
 from sansac.spiking import SpikingActor
 
@@ -273,15 +269,6 @@ def tuning(
 # -- what is drawn -----------------------------------------------------------------------------
 
 
-class Picture(NamedTuple):
-    """A section of the page; `draw` is called once a theme."""
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[], Figure]
-
-
 RASTER = """Each row of a panel is a neuron, each column a moment, ink its {ink}. Neurons of hidden
 layers are sorted by the phase of their activity: those which act together lie together, a periodic
 gait shows as slanted bands, and constant ones come last. {kept}Below: the actions, in the
@@ -382,33 +369,6 @@ def choose_neurons(layers: Sequence[Layer], wanted: Sequence[str]) -> list[tuple
 
 # -- the page ----------------------------------------------------------------------------------
 
-CSS = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #24292f; --soft: #59636e;
-  --line: #d1d9e0; --accent: ACCENT; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #16191d; --ink: #dfe3e8; --soft: #9aa4ae; --line: #3a4148; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem clamp(0.8rem, 3vw, 2.5rem) 4rem; max-width: 1240px;
-  background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 0.2rem; overflow-wrap: anywhere; }
-h1::after { content: ""; display: block; width: 4rem; border-top: 4px solid var(--accent);
-  margin-top: 0.5rem; }
-h2 { font-size: 1.2rem; margin: 2.4rem 0 0.3rem; }
-p { max-width: 75ch; margin: 0.3rem 0 0.8rem; color: var(--soft); overflow-wrap: anywhere; }
-.note { border-left: 4px solid var(--accent); padding-left: 0.8rem; color: var(--ink); }
-.wide { overflow-x: auto; }
-.wide img { display: block; width: 100%; height: auto; }
-@media (max-width: 760px) { .wide img { width: auto; max-width: none; height: auto;
-  min-width: min(100%, 780px); zoom: 0.55; } }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.8rem 0; }
-th, td { padding: 0.3rem 0.9rem 0.3rem 0; border-bottom: 1px solid var(--line); text-align: right;
-  white-space: nowrap; }
-th { font-weight: 600; }
-th:first-child, .facts td { text-align: left; }
-.facts td { white-space: normal; overflow-wrap: anywhere; }
-"""
-
-
 SPIKING_LAYERS = """Firing rate: spikes a neuron a simulation step, 0 to 1. Silent, saturated: share
 of neurons that never, or at every simulation step, fire. In window: share of voltages within the
 surrogate's width around the threshold."""
@@ -472,72 +432,23 @@ def render_page(
 ) -> str:
     """The page, which holds its pictures and asks no other file or host for anything."""
     config = manager.config
-    title = escape(f"{name}: {config.env}, {config.actor_name} actor")
     note = "" if config.san else DENSE_NOTE
     if config.san and config.spiking.time_steps == 1:
         note = BINARY_NOTE
     layers = SPIKING_LAYERS if config.san else DENSE_LAYERS
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{title}</title>
-<style>{CSS.replace("ACCENT", COLORS[config.actor_name])}</style>
-</head>
-<body>
-<h1>{title}</h1>
-{f'<p class="note">{note}</p>' if note else ""}
+    return page(
+        f"{name}: {config.env}, {config.actor_name} actor",
+        f"""{f'<p class="note">{note}</p>' if note else ""}
 {table(facts(manager, episode), "facts")}
 <h2>Layers</h2>
 <p>{layers}</p>
-<div class="wide">{table(layer_rows(episode), "layers")}</div>
-{"".join(section(picture, themes) for picture, themes in images)}
-</body>
-</html>
-"""
-
-
-def table(rows: list[list[str]], kind: str) -> str:
-    """An HTML table whose first column heads its rows, and whose first row, of `layers`, heads its
-    columns."""
-    lines = []
-    for i, (first, *cells) in enumerate(rows):
-        cell = "th" if kind == "layers" and i == 0 else "td"
-        rest = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells)
-        lines.append(f"<tr><th>{escape(first)}</th>{rest}</tr>")
-    return f'<table class="{kind}">{"".join(lines)}</table>'
-
-
-def section(picture: Picture, themes: dict[str, bytes]) -> str:
-    light, dark = (
-        "data:image/png;base64," + base64.b64encode(themes[theme]).decode()
-        for theme in ("light", "dark")
+{table(layer_rows(episode))}
+{"".join(section(picture, themes) for picture, themes in images)}""",
+        COLORS[config.actor_name],
     )
-    return f"""<section id="{picture.name}">
-<h2>{escape(picture.title)}</h2>
-<p>{escape(picture.caption)}</p>
-<div class="wide"><picture>
-<source media="(prefers-color-scheme: dark)" srcset="{dark}">
-<img alt="{escape(picture.title)}" src="{light}">
-</picture></div>
-</section>
-"""
 
 
 # -- the command -------------------------------------------------------------------------------
-
-
-def check_directory(directory: Path, overwrite: bool) -> None:
-    """Raises ConfigError for a file, or for a directory that is not empty unless `overwrite`."""
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"--out: {directory} is no directory")
-    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise ConfigError(
-            f"--out: {directory} is not empty; choose another directory or pass --overwrite"
-        )
 
 
 def inspect(
@@ -568,7 +479,7 @@ def inspect(
     images = []
     for picture in pictures(manager, episode, chosen, zoom):
         on_step(picture.name)
-        images.append((picture, {theme: render(picture.draw, theme) for theme in THEMES}))
+        images.append((picture, render_themes(picture.draw)))
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -577,7 +488,7 @@ def inspect(
         (directory / f"{stale}.png").unlink(missing_ok=True)
     for picture, themes in images:
         (directory / f"{picture.name}.png").write_bytes(themes["light"])
-    page = directory / PAGE
+    path = directory / PAGE
     html = render_page(manager, episode, name, images)
-    write_atomically(page, lambda file: file.write(html.encode()))
-    return page, episode
+    write_atomically(path, lambda file: file.write(html.encode()))
+    return path, episode

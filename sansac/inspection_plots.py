@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from sansac.page import ink, new_figure
 from sansac.plots import COLORS
 from sansac.spiking import PopulationEncoder
 
@@ -27,41 +25,6 @@ MAX_ACTIONS = 8  # rows of action traces
 # Okabe and Ito's colours; each line has a dash of its own too, for print in grey.
 LINES = [("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", "-")]
 THRESHOLD = "#D55E00"
-THEMES = {"light": ("#ffffff", "#24292f"), "dark": ("#16191d", "#dfe3e8")}  # paper and ink
-
-
-def render(draw: Callable[[], Figure], theme: str) -> bytes:
-    """A PNG of a figure that is drawn in one of THEMES."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(style(theme)):  # type: ignore[arg-type]
-        draw().savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-def new_figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def style(theme: str) -> dict[str, Any]:
-    """matplotlib's settings for one of THEMES."""
-    paper, ink = THEMES[theme]
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    papered = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    return {
-        **dict.fromkeys(inked, ink),
-        **dict.fromkeys(papered, paper),
-        "font.size": 9,
-        "axes.titlesize": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
-
-
-def ink() -> str:
-    return matplotlib.rcParams["text.color"]
 
 
 def integer_ticks(axis: Axis) -> None:

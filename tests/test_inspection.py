@@ -17,6 +17,7 @@ from matplotlib.image import imread
 
 import runner
 from sansac import inspection
+from sansac import page as page_module
 from sansac.config import ConfigError
 from sansac.evaluation import run_episode
 from sansac.inspection import (
@@ -383,7 +384,7 @@ def test_the_page_tells_the_numbers(page: tuple[str, Path, Any]) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures of nothing, for speed."""
-    monkeypatch.setattr(inspection, "render", lambda draw, theme: b"\x89PNG " + theme.encode())
+    monkeypatch.setattr(page_module, "render", lambda draw, theme: b"\x89PNG " + theme.encode())
 
 
 @pytest.mark.usefixtures("undrawn")

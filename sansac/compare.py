@@ -1,0 +1,595 @@
+"""Many runs side by side: groups of seeds, honest statistics, and what makes them unlike.
+
+A group's numbers are over its finished runs, a seed's score being the mean of its final episodes.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+from sansac import statistics
+from sansac.checkpoint import read_config, read_record, write_atomically
+from sansac.compare_plots import AXES, draw_curves, draw_final, draw_improvement, draw_profile
+from sansac.config import Config, ConfigError, fields, nearest
+from sansac.logger import Row, read_metrics
+from sansac.page import SORT, Picture, check_directory, page, render, render_themes, section, table
+from sansac.plots import COLORS
+from sansac.statistics import Array, Interval
+
+REPORT = "report.html"
+FEWEST = 5  # seeds below which a group is flagged
+POINTS = 100  # most points of a group's curve
+NONE = "–"
+# Fields that say where and how often things are told, not what is learned; seeds; and what is
+# flagged from the record of the run itself.
+IGNORED = (
+    "seed", "name", "runs_dir", "video", "wandb", "wandb_project", "tensorboard", "log_every",
+    "checkpoint_every", "device", "threads",
+)  # fmt: skip
+
+
+# -- runs and groups ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    config: Config
+    record: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The evaluation that ended the run; {} where it has not ended."""
+        return self.record.get("final", {}) if self.record.get("status") == "finished" else {}
+
+    @property
+    def score(self) -> float:
+        return float(np.mean(self.final["returns"]))
+
+    @property
+    def minutes(self) -> float:
+        return self.rows[-1]["time"] / 60 if self.rows else 0.0
+
+    @property
+    def updates(self) -> int:
+        return self.rows[-1]["updates"] if self.rows else 0
+
+    @cached_property
+    def evaluations(self) -> dict[str, Array]:
+        """Evaluations by axis, and their mean `return`s."""
+        tag = "eval/return_mean"
+        rows = [row for row in self.rows if math.isfinite(row.get(tag, math.nan))]
+        return {
+            "step": np.array([row["step"] for row in rows], float),
+            "updates": np.array([row["updates"] for row in rows], float),
+            "minutes": np.array([row["time"] / 60 for row in rows]),
+            "return": np.array([row[tag] for row in rows]),
+        }
+
+    def setting(self, key: str) -> str:
+        """The value of a field as text; NONE for what a dense actor has not."""
+        if key == "actor":
+            return self.config.actor_name
+        if key.startswith("spiking.") and not self.config.san:
+            return NONE
+        value = attrgetter(key)(self.config)
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
+    def steps_to(self, threshold: float) -> float:
+        """Steps at the first evaluation whose mean return reaches it; infinity if none does."""
+        reached = self.evaluations["return"] >= threshold
+        return float(self.evaluations["step"][reached.argmax()]) if reached.any() else math.inf
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    runs: list[Run]
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.final]
+
+    @property
+    def scores(self) -> Array:
+        return np.array([run.score for run in self.finished])
+
+
+class Curve(NamedTuple):
+    """IQM over seeds, and its bootstrap band."""
+
+    x: Array
+    iqm: Array
+    low: Array
+    high: Array
+
+
+class Improvement(NamedTuple):
+    """Probability that a seed of `better` beats one of `than`."""
+
+    better: str
+    than: str
+    probability: float
+    interval: Interval
+
+
+def read_runs(words: Iterable[str | Path]) -> list[Run]:
+    """The runs of directories, of directories that hold run directories anywhere below, and of
+    globs; each once. Raises ConfigError."""
+    directories: dict[Path, Path] = {}
+    for word in map(str, words):
+        paths = [Path(word)] if Path(word).exists() else map(Path, glob.glob(word, recursive=True))
+        found = [record.parent for path in paths for record in sorted(path.rglob("run.json"))]
+        if not found:
+            raise ConfigError(f"{word}: there is no run directory (one that holds a run.json)")
+        directories |= {path.resolve(): path for path in found}
+    return [read_run(path) for path in directories.values()]
+
+
+def read_run(path: Path) -> Run:
+    metrics = path / "metrics.jsonl"
+    try:
+        rows = read_metrics(metrics) if metrics.exists() else []
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Run(path, read_config(path), read_record(path), rows)
+
+
+def group_runs(runs: Sequence[Run], by: str) -> list[Group]:
+    """Groups of runs alike in `by`: `actor`, or a field, or several, separated by commas."""
+    keys = [key.strip().replace("-", "_") for key in by.split(",")]
+    for key in keys:
+        if key not in fields() and key != "actor":
+            raise ConfigError(f"--by: unknown field {key!r}" + nearest(key, ["actor", *fields()]))
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        words = {}
+        for key in keys:
+            value = run.setting(key)
+            short = key.rpartition(".")[2]
+            words["dense" if value == NONE else value if key == "actor" else f"{short} {value}"] = 1
+        groups.setdefault(", ".join(words), []).append(run)
+    return [Group(name, groups[name]) for name in sorted(groups, key=natural)]
+
+
+def natural(name: str) -> list[Any]:
+    """A key that sorts `2` before `10`."""
+    return [
+        (0, float(part), "") if i % 2 else (1, 0.0, part)
+        for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", name))
+    ]
+
+
+# -- what makes runs unlike --------------------------------------------------------------------
+
+
+def check_environments(runs: Sequence[Run]) -> None:
+    """Raises ConfigError where returns do not compare at all."""
+    kinds = by_value(runs, lambda run: " ".join([run.config.env, run.setting("env_kwargs")]))
+    if len(kinds) > 1:
+        raise ConfigError("returns of different environments do not compare: " + listed(kinds))
+
+
+def find_flags(groups: Sequence[Group], by: str) -> list[str]:
+    """What a reader must know before believing a comparison."""
+    runs = [run for group in groups for run in group.runs]
+    finished = [run for run in runs if run.final]
+    flags = []
+    few = [f"{g.name} has {len(g.finished)}" for g in groups if len(g.finished) < FEWEST]
+    if few:
+        flags.append(f"fewer than {FEWEST} finished seeds: {', '.join(few)}; see the coverage")
+    if left_out := by_value(
+        [run for run in runs if not run.final], lambda run: run.record.get("status", "unknown")
+    ):
+        flags.append("unfinished runs, drawn but in no statistic: " + listed(left_out))
+    for group in groups:
+        seeds = by_value(group.finished, lambda run: f"seed {run.config.seed}")
+        twice = {seed: of for seed, of in seeds.items() if len(of) > 1}
+        if twice:
+            flags.append(f"{group.name}: runs of one seed are not independent: " + listed(twice))
+    checks: list[tuple[str, Sequence[Run], Callable[[Run], str]]] = [
+        ("unequal budgets", finished, lambda run: f"{run.final['step']:,} steps"),
+        ("unequal budgets", finished, lambda run: f"{run.updates:,} updates"),
+        ("different evaluation seeds", finished, lambda run: f"seed {run.final['seed']}"),
+        ("different evaluations", finished, lambda run: f"{run.final['episodes']} episodes"),
+        ("mixed commits", runs, lambda run: str(run.record.get("commit"))[:10]),
+        ("mixed versions", runs, lambda run: versions(run.record)),
+        ("minutes do not compare: different machines", runs, lambda run: engine(run.record)),
+    ]
+    for title, of, value in checks:
+        kinds = by_value(of, value)
+        if len(kinds) > 1:
+            flags.append(f"{title}: {listed(kinds)}")
+    if dirty := [run for run in runs if run.record.get("dirty")]:
+        flags.append("code changed since its commit: " + names(dirty))
+    return flags + settings_flags(groups, by)
+
+
+def settings_flags(groups: Sequence[Group], by: str) -> list[str]:
+    rows = differences(groups, by)
+    between = [key for key, *cells in rows if len({*cells} - {NONE}) > 1]
+    within = [key for key, *cells in rows if any(" | " in cell for cell in cells)]
+    flags = []
+    if between:
+        flags.append(f"groups differ in more than {by}: {', '.join(between)}")
+    if within:
+        flags.append(f"settings vary within a group: {', '.join(within)}")
+    return flags
+
+
+def differences(groups: Sequence[Group], by: str) -> list[list[str]]:
+    """Field, then its value in each group, of every field that is not the same in all runs."""
+    own = {"san"} if "actor" in by.split(",") else set()
+    own |= {key.strip().replace("-", "_") for key in by.split(",")}
+    rows = []
+    for key in fields():
+        if key in own or key in IGNORED:
+            continue
+        kinds = [{run.setting(key) for run in group.runs} for group in groups]
+        if len(set().union(*kinds) - {NONE}) > 1:
+            rows.append([key, *(" | ".join(sorted(values)) for values in kinds)])
+    return rows
+
+
+def by_value(runs: Sequence[Run], value: Callable[[Run], str]) -> dict[str, list[Run]]:
+    kinds: dict[str, list[Run]] = {}
+    for run in runs:
+        kinds.setdefault(value(run), []).append(run)
+    return kinds
+
+
+def listed(kinds: dict[str, list[Run]]) -> str:
+    return "; ".join(f"{value} ({names(runs)})" for value, runs in kinds.items())
+
+
+def names(runs: Sequence[Run]) -> str:
+    more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
+    return ", ".join(run.name for run in runs[:3]) + more
+
+
+def versions(record: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
+
+
+def engine(record: dict[str, Any]) -> str:
+    """What computed: machine, device and threads."""
+    parts = [record.get("machine"), record.get("device"), f"{record.get('threads')} threads"]
+    return ", ".join(map(str, parts))
+
+
+# -- numbers -----------------------------------------------------------------------------------
+
+
+def summary(group: Group, threshold: float | None) -> dict[str, Any]:
+    """A group's numbers by column; NaN and infinity where there are none."""
+    runs, scores = group.finished, group.scores
+    row: dict[str, Any] = {"group": group.name, "seeds": len(runs), "runs": len(group.runs)}
+    if not runs:
+        return row
+    low, high = statistics.interval(scores)
+    lowest = min(runs, key=lambda run: run.score)
+    row |= {
+        "mean": scores.mean(),
+        "iqm": float(statistics.iqm(scores)),
+        "low": low,
+        "high": high,
+        "coverage": statistics.coverage(len(runs)),
+        "lowest": lowest.score,
+        "lowest_seed": lowest.config.seed,
+        "minutes": np.mean([run.minutes for run in runs]),
+    }
+    rates = [run.final.get("firing_rate", []) for run in runs]
+    if len({len(rate) for rate in rates}) == 1:
+        row |= {f"firing_rate_{i}": rate for i, rate in enumerate(np.mean(rates, 0))}
+    if threshold is not None:
+        steps = [run.steps_to(threshold) for run in runs]
+        row["steps_to_threshold"] = np.median(steps)
+        row["reached"] = int(np.isfinite(steps).sum())
+    return row
+
+
+def curve(group: Group, axis: str) -> Curve:
+    """The IQM of a group's evaluations where all its finished runs have been (all its runs, while
+    none is finished), linear between evaluations."""
+    lines = [run.evaluations for run in group.finished or group.runs]
+    lines = [line for line in lines if len(line["return"])]
+    if not lines:
+        return Curve(*np.empty((4, 0)))
+    known = [last_of_each(line[axis], line["return"]) for line in lines]
+    grid = np.unique(np.concatenate([x for x, _ in known]))
+    grid = grid[(grid >= max(x[0] for x, _ in known)) & (grid <= min(x[-1] for x, _ in known))]
+    if len(grid) > POINTS:
+        grid = np.linspace(grid[0], grid[-1], POINTS)
+    curves = np.stack([np.interp(grid, x, y) for x, y in known])
+    return Curve(grid, statistics.iqm(curves, 0), *statistics.band(curves))
+
+
+def last_of_each(x: Array, y: Array) -> tuple[Array, Array]:
+    """The last y at each x, which grows: the final evaluation replaces the one at its step."""
+    keep = np.append(np.diff(x) > 0, True)
+    return x[keep], y[keep]
+
+
+def improvements(groups: Sequence[Group]) -> list[Improvement]:
+    """Of every group over each that comes before it."""
+    scored = [group for group in groups if group.finished]
+    return [
+        Improvement(
+            better.name,
+            than.name,
+            statistics.probability_of_improvement(better.scores, than.scores),
+            statistics.improvement_interval(better.scores, than.scores),
+        )
+        for i, better in enumerate(scored)
+        for than in scored[:i]
+    ]
+
+
+def own_threshold(env: str) -> float | None:
+    """The return at which the environment calls itself solved."""
+    with suppress(gym.error.Error, ImportError):
+        return gym.spec(env).reward_threshold
+    return None
+
+
+# -- the comparison ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    groups: list[Group]
+    by: str
+    threshold: float | None
+    flags: list[str]
+
+    @property
+    def title(self) -> str:
+        env, names = self.groups[0].runs[0].config.env, [group.name for group in self.groups]
+        return f"{env}: {' and '.join(names)}" if len(names) < 3 else f"{env} by {self.by}"
+
+    @cached_property
+    def summaries(self) -> list[dict[str, Any]]:
+        return [summary(group, self.threshold) for group in self.groups]
+
+    @cached_property
+    def curves(self) -> dict[str, dict[str, Curve]]:
+        """By axis and group."""
+        return {axis: {group.name: curve(group, axis) for group in self.groups} for axis in AXES}
+
+    @cached_property
+    def improvements(self) -> list[Improvement]:
+        return improvements(self.groups)
+
+    @cached_property
+    def differences(self) -> list[list[str]]:
+        """The table of configuration differences, its head first; [] where there are none."""
+        rows = differences(self.groups, self.by)
+        return [["setting", *(group.name for group in self.groups)], *rows] if rows else []
+
+    @cached_property
+    def table(self) -> list[list[str]]:
+        """The table of final performance as text, its head first."""
+        rows, threshold = self.summaries, self.threshold
+        firing = any("firing_rate_0" in row for row in rows)
+        head = ["group", "seeds", "mean", "IQM", "95 % interval", "its coverage", "lowest seed"]
+        head += ["firing rate a layer"] * firing + ["minutes"]
+        head += [] if threshold is None else [f"steps to {threshold:g}"]
+        return [head, *(cells(row, firing, threshold is not None) for row in rows)]
+
+    @cached_property
+    def improvement_table(self) -> list[list[str]]:
+        rows = [
+            [f"{i.better} over {i.than}", f"{i.probability:.2f}", span(*i.interval, digits=2)]
+            for i in self.improvements
+        ]
+        return [["probability of improvement", "", "95 % interval"], *rows] if rows else []
+
+    def pictures(self) -> list[Picture]:
+        pictures = [
+            Picture("curves", "Learning curves", CURVES, lambda: draw_curves(self)),
+            Picture("final", "Final performance", FINAL, lambda: draw_final(self)),
+            Picture("improvement", "Probability of improvement", IMPROVEMENT,
+                    lambda: draw_improvement(self.improvements)),
+            Picture("profile", "Performance profile", PROFILE, lambda: draw_profile(self)),
+        ]  # fmt: skip
+        scored = any(group.finished for group in self.groups)
+        has = {"curves": True, "final": scored, "profile": scored,
+               "improvement": bool(self.improvements)}  # fmt: skip
+        return [picture for picture in pictures if has[picture.name]]
+
+
+CURVES = """Mean return of the evaluations during training. Thick: interquartile mean over seeds
+with its 95 % bootstrap band, where all seeds of the group have been; thin: single runs."""
+FINAL = """A dot is a seed: the mean return of its final evaluation. Diamond and bar: interquartile
+mean over seeds and its 95 % bootstrap interval."""
+IMPROVEMENT = """How probable it is that a seed of the first group scores higher than one of the
+second, with its 95 % bootstrap interval. At 0.5 neither is better."""
+PROFILE = """Share of seeds whose final score lies above each return, with a 95 % bootstrap band. A
+curve that lies above another everywhere is the better group."""
+COVERAGE = """The interval is a percentile bootstrap of the interquartile mean (IQM) over seeds, of
+nominally 95 %. Its coverage is how often such an interval holds the true value when that many
+seeds' scores are normal (simulated): the fewer seeds, the more it promises too much. A seed's score
+is the mean return of its final, deterministic episodes; minutes are of collecting and learning."""
+STEPS = """Steps to {threshold:g}: the median over seeds of the first evaluation that reached it; in
+brackets how many seeds did."""
+
+
+def cells(row: dict[str, Any], firing: bool, threshold: bool) -> list[str]:
+    """A group's numbers as text."""
+    seeds, runs = row["seeds"], row["runs"]
+    text = [row["group"], str(seeds) if seeds == runs else f"{seeds} of {runs}"]
+    if not seeds:
+        return text + [NONE] * (6 + firing + threshold)
+    text += [f"{row['mean']:.1f}", f"{row['iqm']:.1f}", span(row["low"], row["high"])]
+    text.append(f"{row['coverage']:.0%}" if seeds > 1 else NONE)
+    text.append(f"{row['lowest']:.1f} ({row['lowest_seed']})")
+    if firing:
+        rates = [f"{value:.2f}" for key, value in row.items() if key.startswith("firing_rate_")]
+        text.append(", ".join(rates) or NONE)
+    text.append(f"{row['minutes']:.1f}")
+    if threshold:
+        steps = row["steps_to_threshold"]
+        middle = f"{steps:,.0f}" if math.isfinite(steps) else "not reached"
+        text.append(f"{middle} ({row['reached']} of {seeds})")
+    return text
+
+
+def span(low: float, high: float, digits: int = 1) -> str:
+    return f"{low:.{digits}f} to {high:.{digits}f}" if math.isfinite(low) else NONE
+
+
+def compare(
+    words: Iterable[str | Path],
+    out: Path,
+    *,
+    by: str = "actor",
+    threshold: float | None = None,
+    overwrite: bool = False,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Compare runs: figures, curves, tables and a report in `out`. Raises ConfigError.
+
+    `threshold` is the return whose first reaching is told; none: the environment's own, if any.
+    """
+    check_directory(out, overwrite)
+    on_step("reading")
+    runs = read_runs(words)
+    check_environments(runs)
+    groups = group_runs(runs, by)
+    if threshold is None:
+        threshold = own_threshold(runs[0].config.env)
+    comparison = Comparison(groups, by, threshold, find_flags(groups, by))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make {out}: {error.strerror}") from None
+    write(comparison, out, on_step)
+    return comparison
+
+
+def write(comparison: Comparison, out: Path, on_step: Callable[[str], None]) -> None:
+    for name in ("curves", "final", "improvement", "profile"):
+        for kind in ("png", "svg"):
+            (out / f"{name}.{kind}").unlink(missing_ok=True)
+    images = []
+    for picture in comparison.pictures():
+        on_step(picture.title.lower())
+        themes = render_themes(picture.draw)
+        (out / f"{picture.name}.png").write_bytes(themes["light"])
+        (out / f"{picture.name}.svg").write_bytes(render(picture.draw, "light", "svg"))
+        images.append((picture, themes))
+    write_csv(out / "curves.csv", curve_rows(comparison))
+    write_csv(out / "table.csv", comparison.summaries)
+    write_text(out / "table.md", markdown(comparison))
+    write_text(out / REPORT, report(comparison, images))
+
+
+def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """Every point of every curve; `run` is empty where it is the group's IQM."""
+    rows: list[dict[str, Any]] = []
+    for axis in AXES:
+        for group in comparison.groups:
+            same = {"axis": axis, "group": group.name}
+            points = zip(*comparison.curves[axis][group.name], strict=True)
+            rows += [
+                same | {"run": "", "x": x, "return": y, "low": low, "high": high}
+                for x, y, low, high in points
+            ]
+            for run in group.runs:
+                pairs = zip(run.evaluations[axis], run.evaluations["return"], strict=True)
+                rows += [same | {"run": run.name, "x": x, "return": y} for x, y in pairs]
+    return rows
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, head)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def markdown(comparison: Comparison) -> str:
+    """The tables for a paper or a README, and the notes that belong to them."""
+    parts = [f"# {plain(comparison.title)}", markdown_table(comparison.table)]
+    parts.append(plain(about(comparison)))
+    if comparison.improvement_table:
+        parts.append(markdown_table(comparison.improvement_table))
+    if comparison.flags:
+        notes = "\n".join(f"- {plain(flag)}" for flag in comparison.flags)
+        parts.append(f"Notes:\n\n{notes}")
+    if comparison.differences:
+        parts.append("Configuration differences:")
+        parts.append(markdown_table(comparison.differences))
+    return "\n\n".join(parts) + "\n"
+
+
+def about(comparison: Comparison) -> str:
+    """What the table's columns mean."""
+    if comparison.threshold is None:
+        return COVERAGE
+    return f"{COVERAGE} {STEPS.format(threshold=comparison.threshold)}"
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = [[plain(cell).replace("|", "\\|") for cell in row] for row in rows]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plain(text: str) -> str:
+    """Text on one line that Markdown takes for no HTML."""
+    return escape(" ".join(text.split()), quote=False)
+
+
+def report(comparison: Comparison, images: Sequence[tuple[Picture, dict[str, bytes]]]) -> str:
+    notes = "".join(f"<li>{escape(flag)}</li>" for flag in comparison.flags)
+    flags = f'<div class="note"><strong>Mind:</strong><ul>{notes}</ul></div>' if notes else ""
+    parts = [flags, "<h2>Results</h2>", table(comparison.table, "sortable")]
+    parts.append(f"<p>{escape(about(comparison))}</p>")
+    if comparison.improvement_table:
+        parts.append(table(comparison.improvement_table, "sortable"))
+    parts += [section(picture, themes) for picture, themes in images]
+    parts.append("<h2>Configuration differences</h2>")
+    if comparison.differences:
+        parts.append(table(comparison.differences, "words"))
+    else:
+        parts.append(f"<p>None but {escape(comparison.by)}.</p>")
+    parts += ["<h2>Runs</h2>", table(run_rows(comparison.groups), "sortable words")]
+    return page(comparison.title, "\n".join(parts), COLORS["spiking"], SORT)
+
+
+def run_rows(groups: Sequence[Group]) -> list[list[str]]:
+    rows = [["run", "group", "seed", "status", "score", "steps", "updates", "minutes", "commit"]]
+    for group in groups:
+        for run in group.runs:
+            record = run.record
+            row = [run.name, group.name, str(run.config.seed), str(record.get("status"))]
+            row.append(f"{run.score:.1f}" if run.final else NONE)
+            row += [f"{record.get('step', 0):,}", f"{run.updates:,}", f"{run.minutes:.1f}"]
+            rows.append([*row, str(record.get("commit"))[:10]])
+    return rows
