@@ -82,8 +82,8 @@ class Inspect:
 
 @dataclass
 class Sweep:
-    """Train many agents in processes side by side: every combination of the axes is a run of its own
-    under DIR/runs/. Called again, a sweep goes on: finished runs are kept, interrupted ones
+    """Train many agents side by side: every combination of the axes is a run of its own,
+    a process of its own. Called again, a sweep goes on: finished runs are kept, interrupted ones
     resumed, more seeds or values appended. Options that train has hold for all runs."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
