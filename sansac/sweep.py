@@ -364,6 +364,7 @@ def sweep(
                 stack.enter_context(locked(out))
             except OSError as error:
                 raise ConfigError(f"--out: cannot write {out}: {error.strerror}") from None
+            queue.save(path)  # first, so that a kill in what follows leaves a sweep to go on with
         extend(queue, out, found)
         queue.save(path)
         code = Workers(out, queue, workers or cores()).work(retry)
