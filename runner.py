@@ -107,8 +107,8 @@ class Sweep:
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def look_ahead(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options that decide on defaults, and what the files among them hold."""
+def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options that decide on the defaults of all others."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     scan.add_argument("--env")
     scan.add_argument("--config", nargs="+", action="extend", type=Path, default=[])
@@ -118,17 +118,18 @@ def look_ahead(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, 
         early, _ = scan.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    return early, merge(*(load_yaml(path) for path in early.config))
+    return early
 
 
-def defaults(early: argparse.Namespace, files: dict[str, Any]) -> dict[str, Any]:
-    """What options are laid over: the environment's preset and the files."""
+def defaults(early: argparse.Namespace) -> dict[str, Any]:
+    """What options are laid over: the environment's preset and the files of --config."""
+    files = merge(*(load_yaml(path) for path in early.config))
     env = early.env or files.get("env") or Config().env
     return merge(preset_for(str(env)), files, {"env": env})
 
 
 def train(arguments: Sequence[str]) -> int:
-    early, files = look_ahead(arguments)
+    early = look_ahead(arguments)
     if early.resume:
         from sansac.checkpoint import read_config
 
@@ -136,7 +137,7 @@ def train(arguments: Sequence[str]) -> int:
         if early.config or early.env:
             raise ConfigError("--resume takes the run's own configuration: no --config, no --env")
     else:
-        base = defaults(early, files)
+        base = defaults(early)
     asked = parse(Train, "train", arguments, default=Train(options=partial(base)))
     config = asked.options
 
@@ -220,16 +221,17 @@ def inspect(arguments: Sequence[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    early, files = look_ahead(arguments)
+    base = defaults(look_ahead(arguments))
     with incomplete():  # an axis may put a contradiction right
         asked = parse(Sweep, "sweep", arguments, default=Sweep(
-            out=tyro.MISSING, options=partial(defaults(early, files))
+            out=tyro.MISSING, options=partial(base)
         ))  # fmt: skip
     if asked.workers is not None and asked.workers < 1:
         raise ConfigError("--workers must be at least 1")
 
     from sansac import sweep
 
+    files = merge(*(load_yaml(path) for path in asked.config))
     grid = [word for words in asked.grid for word in words]
     axes = sweep.parse_axes(asked.actors, asked.seeds, grid)
     options = sweep.given(arguments, asked.options)
