@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from sansac.config import Config, ConfigError, load_yaml, merge, partial, preset_for
+from sansac.config import Config, ConfigError, incomplete, load_yaml, merge, partial, preset_for
 
 if TYPE_CHECKING:
     from sansac.compare import Comparison
@@ -31,6 +31,7 @@ class Train:
       evaluate RUN    mean return of a trained agent over seeded episodes
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
+      sweep           many runs: actors x seeds x any option, side by side, resumable
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -104,7 +105,35 @@ class Compare:
     """Write into a directory that is not empty."""
 
 
-def train(arguments: Sequence[str]) -> int:
+@dataclass
+class Sweep:
+    """Train many agents side by side: every combination of the axes is a run of its own,
+    a process of its own. Called again, a sweep goes on: finished runs are kept, interrupted ones
+    resumed, more seeds or values appended. Options that train has hold for all runs."""
+
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The sweep's directory, new or to go on with (then it needs nothing else)."""
+    actors: tuple[Literal["dense", "spiking"], ...] = ()
+    """Axis: actors; none: the one of --san."""
+    seeds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SEED|A..B...")] = ()
+    """Axis: seeds, such as 0..9 or 0 3 5; none: the one of --seed."""
+    grid: Annotated[
+        tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
+        tyro.conf.arg(metavar="KEY=VALUE,..."),
+    ] = ()
+    """More axes: an option and its values (YAML), such as spiking.time-steps=1,2,4, or presets,
+    such as config=configs/popsan.yaml,configs/plain_lif.yaml. Several make a product."""
+    workers: int | None = None
+    """Runs at a time; none: one a core. Cores are shared out among them as --threads."""
+    retry: bool = False
+    """Run failed runs again."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options that decide on the defaults of all others."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     scan.add_argument("--env")
     scan.add_argument("--config", nargs="+", action="extend", type=Path, default=[])
@@ -114,6 +143,18 @@ def train(arguments: Sequence[str]) -> int:
         early, _ = scan.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
+    return early
+
+
+def defaults(early: argparse.Namespace) -> dict[str, Any]:
+    """What options are laid over: the environment's preset and the files of --config."""
+    files = merge(*(load_yaml(path) for path in early.config))
+    env = early.env or files.get("env") or Config().env
+    return merge(preset_for(str(env)), files, {"env": env})
+
+
+def train(arguments: Sequence[str]) -> int:
+    early = look_ahead(arguments)
     if early.resume:
         from sansac.checkpoint import read_config
 
@@ -121,9 +162,7 @@ def train(arguments: Sequence[str]) -> int:
         if early.config or early.env:
             raise ConfigError("--resume takes the run's own configuration: no --config, no --env")
     else:
-        files = merge(*(load_yaml(path) for path in early.config))
-        env = early.env or files.get("env") or Config().env
-        base = merge(preset_for(str(env)), files, {"env": env})
+        base = defaults(early)
     asked = parse(Train, "train", arguments, default=Train(options=partial(base)))
     config = asked.options
 
@@ -232,11 +271,35 @@ def compare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def sweep(arguments: Sequence[str]) -> int:
+    base = defaults(look_ahead(arguments))
+    with incomplete():  # an axis may put a contradiction right
+        asked = parse(Sweep, "sweep", arguments, default=Sweep(
+            out=tyro.MISSING, options=partial(base)
+        ))  # fmt: skip
+    if asked.workers is not None and asked.workers < 1:
+        raise ConfigError("--workers must be at least 1")
+
+    from sansac import sweep
+
+    files = merge(*(load_yaml(path) for path in asked.config))
+    grid = [word for words in asked.grid for word in words]
+    axes = sweep.parse_axes(asked.actors, asked.seeds, grid)
+    options = sweep.given(arguments, asked.options)
+    code, runs = sweep.sweep(
+        asked.out, sweep.Asked(files, options, axes), asked.workers, asked.retry
+    )
+    sweep.report(asked.out, runs)
+    print(asked.out)
+    return code
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
     "inspect": inspect,
     "compare": compare,
+    "sweep": sweep,
 }
 
 

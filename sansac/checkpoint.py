@@ -115,9 +115,9 @@ def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     return state
 
 
-def write_config(config: Config, directory: Path) -> None:
+def write_config(config: Config, directory: Path, name: str = "config.yaml") -> None:
     text = yaml.safe_dump(config.dump(), sort_keys=False)
-    write_atomically(directory / "config.yaml", lambda file: file.write(text.encode()))
+    write_atomically(directory / name, lambda file: file.write(text.encode()))
 
 
 def read_config(directory: Path) -> Config:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -423,9 +425,16 @@ def resolve(*layers: dict[str, Any]) -> Config:
 
 def partial(layer: dict[str, Any]) -> Config:
     """A Config whose fields may still contradict each other, for flags to be laid over."""
+    with incomplete():
+        return Config(**layer)
+
+
+@contextmanager
+def incomplete() -> Iterator[None]:
+    """Configurations made inside may contradict themselves, each of their fields may not."""
     token = _incomplete.set(True)
     try:
-        return Config(**layer)
+        yield
     finally:
         _incomplete.reset(token)
 
