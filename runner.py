@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -173,8 +174,8 @@ def train(arguments: Sequence[str]) -> int:
         changes = {k: v for k, v in config.dump().items() if base.get(k) != v}
         manager = Manager.resume(asked.resume, which=asked.checkpoint, **changes)
         if manager.finished:
-            print(f"{asked.resume} is finished: nothing to do (a larger --total-steps goes on)",
-                  file=sys.stderr)  # fmt: skip
+            more = "a larger --total-steps, or another --stop-at-return, goes on"
+            print(f"{asked.resume} is finished: nothing to do ({more})", file=sys.stderr)
             print(asked.resume)
             return 0
     else:
@@ -362,6 +363,8 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # no result is lost for want of a ±
     command, rest = "train", list(arguments)
     if rest and not rest[0].startswith("-"):
         command, *rest = rest
@@ -375,9 +378,9 @@ def main(arguments: Sequence[str]) -> int:
         fail("interrupted", 130)
     except (RuntimeError, FloatingPointError) as error:
         from sansac.checkpoint import CheckpointError
-        from sansac.environments import NonFiniteError
+        from sansac.environments import NonFiniteError, WorkerError
 
-        if isinstance(error, (CheckpointError, NonFiniteError)):
+        if isinstance(error, (CheckpointError, NonFiniteError, WorkerError)):
             fail(str(error), 1)
         raise
 

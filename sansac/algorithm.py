@@ -243,7 +243,7 @@ def actor_groups(actor: nn.Module, config: Config) -> list[tuple[Iterable[Tensor
     """The actor's parameters and rate; a log-std head with a rate of its own apart."""
     rate = config.actor.learning_rate
     own_rate = config.spiking.log_std_learning_rate if config.san else None
-    if own_rate is None:
+    if own_rate is None or config.spiking.log_std == "shared":
         return [(actor.parameters(), rate)]
     named = list(actor.named_parameters())
     head = [p for name, p in named if name.startswith("log_std.")]

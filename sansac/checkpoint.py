@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,10 @@ def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
     if keep is not None and path.exists():
         link = keep.with_name(f".{keep.name}.tmp")
         link.unlink(missing_ok=True)
-        os.link(path, link)
+        try:
+            os.link(path, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, link)
         os.replace(link, keep)
         link.unlink(missing_ok=True)  # a rename leaves both names where they were one file already
     os.replace(temporary, path)

@@ -384,7 +384,12 @@ def slug(text: str) -> str:
 
 
 def preset_for(env: str) -> dict[str, Any]:
-    """The preset of an environment, `configs/<id without namespace and version>.yaml`, or {}."""
+    """The preset of an environment, `configs/<id without namespace and version>.yaml`, or {}.
+
+    Raises ConfigError where the presets are missing altogether.
+    """
+    if not CONFIGS.is_dir():
+        raise ConfigError(f"no presets in {CONFIGS}: install with `pip install -e .` from a clone")
     task = re.sub(r"-v\d+$", "", env.rsplit("/", 1)[-1]).lower()
     path = CONFIGS / f"{slug(task)}.yaml"
     return load_yaml(path) if path.is_file() else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,6 +95,10 @@ class ActionScale:
         return np.clip(scaled, self.low, self.high).astype(self.dtype)
 
 
+class WorkerError(RuntimeError):
+    """A process of an asynchronous environment has died."""
+
+
 class Episodic(gym.Wrapper):
     """One of several environments, whose episode is a function of its seed and its actions."""
 
@@ -105,7 +110,7 @@ class Episodic(gym.Wrapper):
         # A Box2D world keeps contact caches across resets, and episodes then differ by their
         # predecessors; a new one takes about a millisecond.
         inner: Any = self.env.unwrapped
-        if hasattr(inner, "world") and hasattr(inner, "_destroy"):
+        if type(getattr(inner, "world", None)).__name__ == "b2World":
             inner._destroy()
             inner.world = type(inner.world)(gravity=inner.world.gravity)
         return self.env.reset(seed=seed, options=options)
@@ -120,7 +125,8 @@ class Episodic(gym.Wrapper):
 
 def _worker(make_env: MakeEnv, index: int) -> gym.Env:
     if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the manager's to handle
+        for number in (signal.SIGINT, signal.SIGTERM):  # both are the manager's to handle
+            signal.signal(number, signal.SIG_IGN)
     return Episodic(make_env(), index)
 
 
@@ -167,6 +173,10 @@ class Rollout:
             if config.async_envs
             else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
         )
+        if isinstance(self.envs, SyncVectorEnv):
+            inner = {id(env.unwrapped) for env in self.envs.envs}
+            if len(inner) < self.num_envs:
+                raise ConfigError("make_env gave the same environment twice: make a new one a call")
         self.episode = [0] * self.num_envs
         self.actions: list[list[np.ndarray]] = [[] for _ in range(self.num_envs)]
         self.returns = np.zeros(self.num_envs)
@@ -188,7 +198,10 @@ class Rollout:
         """
         self._check_finite("action", action, "step")
         before = self.observation
-        observation, reward, terminated, truncated, _ = self.envs.step(action)
+        try:
+            observation, reward, terminated, truncated, _ = self.envs.step(action)
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            raise WorkerError("the process of an environment has died (async_envs)") from None
         for i, history in enumerate(self.actions):
             history.append(action[i].copy())
         self._check_finite("observation", observation, "step")
@@ -208,6 +221,8 @@ class Rollout:
         return Step(before, reward, observation, terminated, truncated, episodes)
 
     def _check_finite(self, what: str, values: np.ndarray, when: str) -> None:
+        with np.errstate(over="ignore"):  # it is stored as float32: beyond its range is infinite
+            values = np.asarray(values).astype(np.float32)
         if np.isfinite(values).all():
             return
         index = np.argwhere(~np.isfinite(values))[0]
@@ -231,13 +246,13 @@ class Rollout:
         """Replay each current episode from its seed; returns the environments that did not come
         back to the same observation and start a fresh episode instead."""
         self.episode = list(state["episode"])
-        actions = [history.numpy() for history in state["actions"]]
+        actions = [history.cpu().numpy() for history in state["actions"]]
         self.actions = [list(history) for history in actions]
-        self.returns = state["returns"].numpy().copy()
+        self.returns = state["returns"].cpu().numpy().copy()
         self._reset(np.ones(self.num_envs, bool))
         replayed = np.stack(self.envs.call("replay", self._seeds(), actions))
         self.observation = replayed.astype(self.observation.dtype)
-        same = (self.observation == state["observation"].numpy()).all(-1)
+        same = (self.observation == state["observation"].cpu().numpy()).all(-1)
         if not same.all():
             for i in np.flatnonzero(~same):
                 self.episode[i] += 1
@@ -247,4 +262,8 @@ class Rollout:
         return [int(i) for i in np.flatnonzero(~same)]
 
     def close(self) -> None:
-        self.envs.close()
+        if isinstance(self.envs, AsyncVectorEnv):
+            with suppress(OSError, EOFError):  # a worker may be gone
+                self.envs.close(terminate=True)
+        else:
+            self.envs.close()

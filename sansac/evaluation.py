@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from sansac.environments import (
 from sansac.spiking import SpikingActor
 
 MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
+MAX_FRAMES = 5_000  # of a video
 
 
 class Policy:
@@ -156,13 +158,17 @@ def record_video(policy: Policy, env: gym.Env, seed: int, path: Path) -> float:
     path.parent.mkdir(parents=True, exist_ok=True)
     frames_per_second = env.metadata.get("render_fps") or 30
     env = Episodic(env)
-    frames: list[Any] = []
-    total, _ = run_episode(
-        policy,
-        env,
-        episode_seed(EVALUATION, seed, 0),
-        on_step=lambda: frames.append(np.asarray(env.render(), np.uint8)),
-    )
-    env.close()
-    imageio.mimwrite(path, frames, fps=frames_per_second, macro_block_size=2)
+    # A frame at a time: an episode's frames together would be a gigabyte.
+    writer: Any = imageio.get_writer(path, fps=frames_per_second, macro_block_size=2)
+    filmed = itertools.count()
+
+    def film() -> None:
+        if next(filmed) < MAX_FRAMES:
+            writer.append_data(np.asarray(env.render(), np.uint8))
+
+    try:
+        total, _ = run_episode(policy, env, episode_seed(EVALUATION, seed, 0), on_step=film)
+    finally:
+        writer.close()
+        env.close()
     return total

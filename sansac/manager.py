@@ -76,12 +76,13 @@ WARNINGS = {
 # What a checkpoint holds beside networks, environments and buffer: attributes of Manager.
 COUNTERS = (
     "step", "updates", "episodes", "collect_seconds", "learn_seconds", "logged_step",
-    "evaluated_step", "saved_step", "best_return", "last_return", "learning_from",
+    "evaluated_step", "saved_step", "final_step", "best_return", "last_return", "learning_from",
 )  # fmt: skip
 
 
 class Manager:
-    """Trains and evaluates one agent. Touches no disk, wandb or NVML before `train()`.
+    """Trains and evaluates one agent. Touches no wandb, NVML or disk before `train()`, but for the
+    cache of compiled neurons of a spiking actor.
 
     `make_env` returns a new `gymnasium.Env`; without it the environment is made from
     `config.env`. Raises ConfigError for what cannot be trained.
@@ -135,7 +136,7 @@ class Manager:
 
         self.step = self.updates = self.episodes = 0
         self.collect_seconds = self.learn_seconds = 0.0
-        self.logged_step = self.evaluated_step = self.saved_step = 0
+        self.logged_step = self.evaluated_step = self.saved_step = self.final_step = 0
         self.best_return: float | None = None
         self.last_return = -math.inf
         # Updates are counted from here, so that refilling a lost buffer causes no burst of them.
@@ -189,8 +190,14 @@ class Manager:
         ):
             self.logger, self.progress = logger, progress
             progress.note(f"{run_dir}: {self._engine()}")
+            if config.total_steps <= config.learning.learning_starts:
+                progress.note(
+                    "warning: total_steps ends before learning_starts; nothing is learned"
+                )
             if self.loaded_from in ("previous", "best"):
-                self.save_checkpoint()  # metrics are cut to it, so it is what a next resume needs
+                # Metrics are cut to it, so it is what a next resume needs; what it replaces may be
+                # damaged and does not become previous.pt.
+                self.save_checkpoint(keep=False)
             while not self._done():
                 # First, so that an evaluation which a signal cut short is made up for on resume.
                 due = crossed(self.step, self.saved_step, config.checkpoint_every)
@@ -209,7 +216,10 @@ class Manager:
                 progress.note(f"final evaluation over {config.final_episodes} episodes")
                 result = self._evaluate_and_keep_best(config.final_episodes)
             self.save_checkpoint()
-            self._record("finished" if result else "interrupted", final=result)
+            if result:
+                self._record("finished", final=result)
+            else:
+                self._record("interrupted")
             if result:
                 self._illustrate()
             else:
@@ -268,7 +278,7 @@ class Manager:
     @property
     def finished(self) -> bool:
         """Whether the run has reached its end and was evaluated there."""
-        return self.step > 0 and self._done() and self.evaluated_step == self.step
+        return self.step > 0 and self._done() and self.final_step == self.step
 
     def _illustrate(self) -> None:
         """The picture and the video of a finished run, and what online services keep of it."""
@@ -351,6 +361,8 @@ class Manager:
         self.evaluated_step = self.step
         if episodes is None:  # the final one does not undo an early stop
             self.last_return = result["return_mean"]
+        else:
+            self.final_step = self.step
         names = ("mean", "std", "iqm", "min", "max")
         values = {f"eval/return_{name}": result[f"return_{name}"] for name in names}
         values["eval/length_mean"] = result["length_mean"]
@@ -442,8 +454,8 @@ class Manager:
             "rollout": self.rollout.state_dict(),
         }
 
-    def save_checkpoint(self) -> None:
-        """Write last.pt, everything a resume needs; its predecessor becomes previous.pt."""
+    def save_checkpoint(self, keep: bool = True) -> None:
+        """Write last.pt, everything a resume needs; the old one becomes previous.pt if `keep`."""
         started = time.perf_counter()
         self.saved_step = self.step
         directory = self.directory / "checkpoints"
@@ -452,7 +464,7 @@ class Manager:
             "metrics": self.metrics,
             "batch": self.batch and self.batch._asdict(),
         }
-        checkpoint.save(directory / "last.pt", state, keep=directory / "previous.pt")
+        checkpoint.save(directory / "last.pt", state, directory / "previous.pt" if keep else None)
         self.checkpoint_seconds = time.perf_counter() - started
 
     @classmethod
@@ -505,7 +517,8 @@ class Manager:
         state = manager._read(file)
         with fitting(file):
             manager.algorithm.load_weights(state["algorithm"])
-        manager.step, manager._ended = state["counters"]["step"], True
+        manager.step, manager.updates = (state["counters"][k] for k in ("step", "updates"))
+        manager.run_dir, manager._ended = path, True
         manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
         return manager
 
@@ -523,7 +536,7 @@ class Manager:
             "config": self.config.dump(),
             "sizes": [self.observation_size, self.action_size],
             "algorithm": self.algorithm.weights(),
-            "counters": {"step": self.step},
+            "counters": {"step": self.step, "updates": self.updates},
         }
         checkpoint.save(path / "agent.pt", state)
         card = agent_card(self.config, self.step, self.updates)
@@ -577,22 +590,27 @@ class Manager:
                 observation_dtype=self.observation_dtype,
                 device=self.device,
             )
-            state, self._resumed = self._resumed, {}
-            if state:
-                fresh = self.rollout.load_state_dict(state["rollout"])
-                if fresh:
-                    progress.note(f"environments {fresh} did not replay; they start a new episode")
-                if "replay" in state:
-                    self.replay.load_state_dict(state["replay"])
-                    self.metrics = state["metrics"]
-                    self.batch = state["batch"] and Batch(**state["batch"])
-                else:
-                    start = self.step + config.learning.learning_starts
-                    self.learning_from = (start, self.updates)
-                    progress.note(f"{self.loaded_from}.pt has no buffer: refilling to {start}")
+            if self._resumed:
+                self._restore(progress)
             yield
         finally:
             self.rollout.close()
+
+    def _restore(self, progress: Progress) -> None:
+        """Environments and buffer as the checkpoint left them; it is not held any longer."""
+        state, self._resumed = self._resumed, {}
+        fresh = self.rollout.load_state_dict(state["rollout"])
+        if fresh:
+            progress.note(f"environments {fresh} did not replay; they start a new episode")
+        if "replay" in state:
+            self.replay.load_state_dict(state["replay"])
+            self.replay.pending["open"][:, fresh] = False  # their windows ended with the episode
+            self.metrics = state["metrics"]
+            self.batch = state["batch"] and Batch(**state["batch"])
+        else:
+            start = self.step + self.config.learning.learning_starts
+            self.learning_from = (start, self.updates)
+            progress.note(f"{self.loaded_from}.pt has no buffer: refilling to {start}")
 
     # -- signals -----------------------------------------------------------------------------
 
