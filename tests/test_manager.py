@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 import signal
@@ -23,6 +24,7 @@ from sansac.checkpoint import CheckpointError, locked, read_config, read_record
 from sansac.config import Config, ConfigError
 from sansac.environments import NonFiniteError
 from sansac.manager import CHANGEABLE, Manager, crossed
+from sansac.replay import Batch
 
 WALKER: dict[str, Any] = {"env": "BipedalWalker-v3", "env_kwargs": {"max_episode_steps": 60}}
 
@@ -945,3 +947,68 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
     old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     trained(tiny(tmp_path, total_steps=40))
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old
+
+
+def test_every_update_of_a_round_draws_its_own_minibatch(tmp_path: Path) -> None:
+    """case 18: the updates of one round share no draw."""
+    config = tiny(tmp_path, num_envs=4, total_steps=60, learning={"update_to_data": 1})
+    manager = Manager(config)
+    drawn: list[torch.Tensor] = []
+    update = manager.algorithm.update
+
+    def watch(batch: Batch) -> dict[str, torch.Tensor]:
+        drawn.append(batch.observation)
+        return update(batch)
+
+    manager.algorithm.update = watch  # type: ignore[method-assign]
+    manager.train()
+    assert len(drawn) == 20
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+
+
+def test_a_checkpoint_that_another_process_wrote_since_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Two processes that resume one run: the second must not go on from a stale state."""
+    first = trained(tiny(tmp_path))
+    stale = Manager.resume(first.directory, total_steps=240)
+    Manager.resume(first.directory, total_steps=200).train()
+    with pytest.raises(ConfigError, match=r"last\.pt was written since it was read"):
+        stale.train()
+
+
+def test_an_early_stop_that_is_cut_in_its_final_evaluation_ends_on_resume(tmp_path: Path) -> None:
+    """The evaluation that stopped the run is not taken for the one that ends it."""
+    manager = Manager(tiny(tmp_path, stop_at_return=-1e6))
+    evaluate = manager.evaluate
+
+    def cut(episodes: int = 100, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if args and args[0] == 0:  # the final one's seed
+            manager.interrupted = 15
+        return evaluate(episodes, *args, **kwargs)
+
+    manager.evaluate = cut  # type: ignore[method-assign]
+    assert manager.train() == {}
+    again = Manager.resume(manager.directory)
+    assert not again.finished
+    assert again.train()["episodes"] == 2
+    assert Manager.resume(manager.directory).finished
+
+
+def test_windows_of_an_environment_that_does_not_replay_are_closed(tmp_path: Path) -> None:
+    """case 27: a fresh episode after a resume does not end the windows of the one that is lost."""
+    config = tiny(tmp_path, learning={"n_step": 5}, total_steps=100, checkpoint_every=20)
+    manager = Manager(config)
+    manager.train()
+    again = Manager.resume(manager.directory, total_steps=140)
+    again._resumed["rollout"]["observation"][1] += 1  # environment 1 will not come back to this
+    seen: list[np.ndarray] = []
+    before(again, "collect", lambda: seen.append(again.replay.pending["open"].copy()))
+    again.train()
+    assert seen[0][:, 0].sum() == 4
+    assert seen[0][:, 1].sum() == 0
+
+
+def test_one_environment_handed_out_twice_is_refused(tmp_path: Path) -> None:
+    env = gym.make("Pendulum-v1")
+    manager = Manager(tiny(tmp_path), make_env=lambda: env)
+    with pytest.raises(ConfigError, match="make a new one a call"):
+        manager.train()
