@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -262,8 +261,9 @@ class Rollout:
         return [int(i) for i in np.flatnonzero(~same)]
 
     def close(self) -> None:
-        if isinstance(self.envs, AsyncVectorEnv):
-            with suppress(OSError, EOFError):  # a worker may be gone
-                self.envs.close(terminate=True)
-        else:
+        try:
             self.envs.close()
+        except (OSError, EOFError):  # a worker has died, and the others need not be asked
+            for process in getattr(self.envs, "processes", ()):
+                process.kill()
+            self.envs.closed = True

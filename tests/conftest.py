@@ -158,8 +158,9 @@ def comparable(run_dir: Path) -> dict[str, Any]:
     return {"state": state, "best": best["algorithm"], "rows": kept}
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    """A Python process of its own with sansac on its path."""
+def start(*words: str, new_group: bool = False) -> subprocess.Popen[str]:
+    """A Python process of its own, if wanted in a process group of its own, with sansac on its
+    path."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *words],
@@ -168,6 +169,7 @@ def start(*words: str) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=new_group,
     )
 
 

@@ -28,6 +28,7 @@ from sansac.environments import (
     NonFiniteError,
     Rollout,
     Step,
+    WorkerError,
     check_spaces,
     env_factory,
     episode_seed,
@@ -335,6 +336,19 @@ def test_environments_in_processes_of_their_own_behave_alike() -> None:
     assert_stores_the_transitions_of_single_environments(rollout, short_walker, 150)
     assert_goes_on_identically(rollout, rollout, random_actions(rollout, 220))
     rollout.close()
+
+
+def test_a_process_of_an_environment_that_dies_is_one_clear_error() -> None:
+    rollout = rollout_of(walk, async_envs=True)
+    actions = random_actions(rollout, 2)
+    rollout.step(actions[0])
+    assert isinstance(rollout.envs, AsyncVectorEnv)
+    rollout.envs.processes[1].kill()
+    rollout.envs.processes[1].join()
+    with pytest.raises(WorkerError, match="has died"):
+        rollout.step(actions[1])
+    rollout.close()
+    assert not any(process.is_alive() for process in rollout.envs.processes[1:])
 
 
 class Forgetful(Walk):

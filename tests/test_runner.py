@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -280,6 +281,19 @@ def test_a_signal_ends_a_run_that_can_go_on(
     alone = forever.model_copy(update={"total_steps": step + 60, "name": "alone"})
     Manager(alone).train()
     assert differences(comparable(run), comparable(run.with_name("alone"))) == []
+
+
+def test_a_signal_to_the_whole_process_group_ends_a_run_cleanly(tmp_path: Path) -> None:
+    """case 29: a cluster signals the environments' processes too; they are the run's to end."""
+    run = tmp_path / "Pendulum-v1" / "run"
+    forever = tiny(tmp_path, name="run", total_steps=10**8, async_envs=True)
+    process = start("runner.py", *flags(forever), new_group=True)
+    wait_for(lambda: (run / "checkpoints" / "last.pt").exists(), process)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, f"{run}\n")
+    assert "Traceback" not in err
+    assert read_record(run)["status"] == "interrupted"
 
 
 @pytest.mark.slow
