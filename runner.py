@@ -189,6 +189,7 @@ def train(arguments: Sequence[str]) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     asked = parse(Evaluate, "evaluate", arguments)
+    check_run(asked.run)
     if asked.episodes < 1 or asked.seed < 0:
         raise ConfigError("--episodes must be at least 1 and --seed at least 0")
 
@@ -217,6 +218,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def inspect(arguments: Sequence[str]) -> int:
     asked = parse(Inspect, "inspect", arguments)
+    check_run(asked.run)
     if asked.seed < 0:
         raise ConfigError("--seed must be at least 0")
 
@@ -307,6 +309,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def parse(kind: type, command: str, arguments: Sequence[str], **default: Any) -> Any:
     """tyro's reading of the arguments; its own errors end the process with code 2."""
     return tyro.cli(kind, prog=f"runner.py {command}", args=list(arguments), **default)
+
+
+def check_run(path: Path) -> None:
+    """Raises ConfigError, before anything heavy is imported, where there is no such directory."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory: give a run or an agent directory")
 
 
 def show(result: dict[str, Any], kind: str = "deterministic") -> None:

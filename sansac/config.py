@@ -396,7 +396,12 @@ def preset_for(env: str) -> dict[str, Any]:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """One preset or `config.yaml` as a mapping. Raises ConfigError naming the file."""
+    """One preset, by its path or by its name in configs/, or a `config.yaml`, as a mapping.
+
+    Raises ConfigError naming the file.
+    """
+    if not path.exists() and len(path.parts) == 1 and not path.suffix:
+        path = CONFIGS / f"{path}.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -407,6 +412,10 @@ def load_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
         raise ConfigError(f"{path} must hold `key: value` lines, found {content!r:.60}")
+    try:
+        partial(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return content
 
 
@@ -467,7 +476,8 @@ def explain(error: ValidationError, section: type[Section]) -> str:
         owners = [name for name in known if path == name or path.startswith(name + ".")]
         name = owners[0] if owners else path
         if finding["type"] == "extra_forbidden":
-            lines.append(f"unknown option `{path}`" + nearest(path, list(known)))
+            sections = {option.rpartition(".")[0] for option in known} - {""}
+            lines.append(f"unknown option `{path}`" + nearest(path, [*known, *sections]))
         elif finding["type"] == "value_error":
             lines.append((f"{name}: " if name else "") + str(finding["ctx"]["error"]))
         else:

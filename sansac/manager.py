@@ -345,6 +345,7 @@ class Manager:
 
         Raises ConfigError where it cannot be made so.
         """
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no window
         custom = self._custom_env is not None
         return (self._factories[0] if custom else env_factory(self.config, "rgb_array"))()
 
@@ -371,7 +372,8 @@ class Manager:
         self._log(values | {"perf/eval_seconds": time.perf_counter() - started})
         mean = result["return_mean"]
         self.progress.update(self.step, self.updates, evaluation=mean)
-        if self.best_return is None or mean > self.best_return:
+        learned = self.updates > 0 or episodes is not None  # untrained, none is worth keeping
+        if learned and (self.best_return is None or mean > self.best_return):
             self.best_return = mean
             checkpoint.save(self.directory / "checkpoints" / "best.pt", self._state())
         return result
@@ -420,7 +422,8 @@ class Manager:
     def _engine(self) -> str:
         """What computes: actor, device, threads and, for a spiking actor, the neurons' backend."""
         neurons = f", {self.backend} neurons" if self.backend else ""
-        return f"{self.config.actor_name} actor on {self.device}, {self.threads} threads{neurons}"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.config.actor_name} actor on {self.device}, {threads}{neurons}"
 
     def _record(self, status: str, **more: Any) -> None:
         record = checkpoint.read_record(self.directory) | {
@@ -683,8 +686,9 @@ def refuse_other_changes(old: Config, new: Config) -> None:
 
 
 def auto_threads() -> int:
-    """Two where there are two cores: more do not pay at these sizes."""
-    return min(2, os.cpu_count() or 1)
+    """One: at these sizes a second brings little, and on a machine with other work the two wait for
+    each other at every product."""
+    return 1
 
 
 def resident_megabytes() -> float:

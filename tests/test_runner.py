@@ -445,7 +445,7 @@ def test_an_interrupted_evaluation_is_no_traceback(
     run_dir: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt  # what Python's own handler of SIGINT does
 
     monkeypatch.setattr(Manager, "evaluate", interrupt)
     code, out, err = call("evaluate", run_dir)
