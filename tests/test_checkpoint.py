@@ -338,3 +338,17 @@ def test_a_record_that_cannot_be_read_is_empty(tmp_path: Path) -> None:
     assert checkpoint.read_record(tmp_path) == {}
     checkpoint.write_record(tmp_path, {"status": "finished"})
     assert checkpoint.read_record(tmp_path) == {"format_version": 1, "status": "finished"}
+
+
+def test_a_checkpoint_is_on_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """case 28: without a sync before the rename, a power cut can leave an empty file."""
+    order: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *words, name=name, real=real: (order.append(name), real(*words))[1]
+        )
+    checkpoint.save(tmp_path / "last.pt", {})
+    assert order == ["fsync", "replace", "fsync"]  # the file, its name, the directory
