@@ -700,7 +700,7 @@ def _spikingjelly(
 
 def keep_freed_memory() -> None:
     """Tell glibc not to return freed memory to the system and fault it in again at every update:
-    page faults are otherwise about a tenth of training. Does nothing under another allocator."""
+    page faults cost up to a tenth of a spiking update. Does nothing under another allocator."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         trim_threshold, mmap_threshold = -1, -3
