@@ -339,6 +339,50 @@ KERNEL quantile_huber(const float *predictions, const float *targets, float *los
 
 #ifndef __CUDACC__
 
+/* ---- one action ----------------------------------------------------------------------------- */
+
+/* currents[t] = bias + inputs[t] weight, over `steps` steps; weight is [inputs, outputs]. A row of it
+ * is read once for all steps, and not at all where nothing comes in: no spike, or a ReLU's zero. */
+FUNCTION void product(const float *input, const float *weight, const float *bias, float *currents,
+                      long long steps, long long inputs, long long outputs) {
+    for (long long t = 0; t < steps; ++t)
+        __builtin_memcpy(currents + t * outputs, bias, outputs * sizeof *bias);
+    for (long long i = 0; i < inputs; ++i)
+        for (long long t = 0; t < steps; ++t) {
+            const float x = input[t * inputs + i], *row = weight + i * outputs;
+            float *sum = currents + t * outputs;
+            if (x == 0.0f) continue;
+            PRAGMA(omp simd)
+            for (long long j = 0; j < outputs; ++j) sum[j] += x * row[j];
+        }
+}
+
+/* The mean before the tanh for one observation [widths[0]], clipped to [-clip, clip] after
+ * (observation - centre) * scale. Layer l has weights [widths[l], widths[l + 1]]; all but the last
+ * end in neurons, or in ReLU where `neurons` is null. `x` and `currents` hold a layer's values at
+ * all time steps. */
+KERNEL action_mean(const float *observation, const float *centre, const float *scale, float clip,
+                   const struct neuron *neurons, const float *const *weights,
+                   const float *const *biases, const long long *widths, long long layers, float *x,
+                   float *currents, float *mean) {
+    for (long long i = 0; i < widths[0]; ++i) {
+        const float normed = (observation[i] - centre[i]) * scale[i];
+        x[i] = normed < -clip ? -clip : normed > clip ? clip : normed;
+    }
+    for (long long l = 0; l < layers; ++l) {
+        const long long width = widths[l + 1], last = l == layers - 1;
+        const long long steps = !neurons || l == 0 || last ? 1 : neurons[l].time_steps;
+        product(x, weights[l], biases[l], last ? mean : currents, steps, widths[l], width);
+        if (last) return;
+        if (neurons) {
+            neuron_forward(neurons[l], currents, 0, 0, x, width, 1);
+            continue;
+        }
+        PRAGMA(omp simd)
+        for (long long j = 0; j < width; ++j) x[j] = currents[j] < 0.0f ? 0.0f : currents[j];
+    }
+}
+
 /* ---- LayerNorm and ReLU --------------------------------------------------------------------- */
 
 /* A row of `width`, a vector at a time. Sums are kept in GROUPS parts, part k here, and rows are

@@ -43,11 +43,12 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -399,9 +400,7 @@ def _parameters(neuron: Neuron, dtype: torch.dtype, cuda: bool) -> Any:
     )
     if not cuda:
         return parameters
-    import numpy
-
-    return numpy.frombuffer(bytes(parameters), dtype=numpy.dtype(_Parameters))
+    return np.frombuffer(bytes(parameters), dtype=np.dtype(_Parameters))
 
 
 def _launch(kernel: str, neuron: Neuron, *tensors: Tensor | None) -> None:
@@ -504,6 +503,53 @@ class _NormRelu(torch.autograd.Function):
         return to_x, to_gain, to_bias, None
 
 
+# ---- one action ----------------------------------------------------------------------------------
+
+
+class ActionMean:
+    """The mean before the tanh, [act], of one raw observation, [obs], in one call of C.
+
+    `linears` are the products, the last one the read-out; the others end in `neurons`, of which the
+    first is constant over time and the last gives the mean, or in ReLU where there are none.
+    Parameters are copied. Raises BackendUnavailable without a compiler.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[torch.nn.Linear],
+        neurons: Sequence[Neuron],
+        centre: Tensor,
+        scale: Tensor,
+        clip: float,
+    ) -> None:
+        self.function = _found(_native()).action_mean
+        steps = neurons[0].time_steps if neurons else 1
+        widths = [linears[0].in_features, *(linear.out_features for linear in linears)]
+        copies = [linear.weight.detach().T.contiguous() for linear in linears]
+        copies += [linear.bias.detach().clone() for linear in linears]
+        fixed = [centre.clone(), scale.clone()]
+        self.observation = torch.zeros(widths[0])
+        self.mean = torch.zeros(widths[-1])
+        x, currents = (torch.zeros(steps * max(widths)) for _ in range(2))
+        pointers, count = [copy.data_ptr() for copy in copies], len(linears)
+        table = ctypes.c_void_p * count
+        structures = [_parameters(neuron, torch.float32, False) for neuron in neurons]
+        self.arguments = (
+            self.observation.data_ptr(), *(tensor.data_ptr() for tensor in fixed), clip,
+            (_Parameters * len(neurons))(*structures) if neurons else None,
+            table(*pointers[:count]), table(*pointers[count:]),
+            (ctypes.c_longlong * len(widths))(*widths), count,
+            x.data_ptr(), currents.data_ptr(), self.mean.data_ptr(),
+        )  # fmt: skip
+        self.kept = copies, fixed, x, currents  # what the pointers point to
+        self.inputs, self.outputs = self.observation.numpy(), self.mean.numpy()
+
+    def __call__(self, observation: np.ndarray) -> np.ndarray:
+        self.inputs[:] = observation
+        self.function(*self.arguments)
+        return self.outputs.copy()
+
+
 # ---- building ------------------------------------------------------------------------------------
 
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -592,6 +638,10 @@ def _native() -> ctypes.CDLL | BackendUnavailable:
     library.neuron_forward.argtypes = [_Parameters, *[pointer] * 4, integer, integer]
     library.neuron_backward.argtypes = [_Parameters, *[pointer] * 7, integer, integer]
     library.quantile_huber.argtypes = [*[pointer] * 4, *[integer] * 5]
+    library.action_mean.argtypes = [
+        *[pointer] * 3, ctypes.c_float, *[pointer] * 4, integer, *[pointer] * 3,
+    ]  # fmt: skip
+    library.action_mean.restype = None
     library.norm_relu_forward.argtypes = [*[pointer] * 5, ctypes.c_float, *[integer] * 4]
     library.norm_relu_backward.argtypes = [*[pointer] * 8, *[integer] * 4]
     library.norm_relu_forward.restype = library.norm_relu_backward.restype = None

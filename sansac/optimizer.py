@@ -36,6 +36,7 @@ class Adam(torch.optim.Adam):
                 weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
                 maximize=False,
             )  # fmt: skip
+            torch.autograd.graph.increment_version(parameters)  # the fused kernel does not
 
     def _lists(self, parameters: list[Tensor]) -> tuple[list[Tensor], ...]:
         """Parameters, both moments and numbers of steps, as `state` holds them."""
