@@ -307,8 +307,11 @@ class Manager:
         """Returns and their statistics over `episodes`, each on a seed derived from (seed, i).
 
         The numbers depend on the policy and these arguments alone; training streams do not move.
-        Keys as `evaluate --json` prints them; {} where a signal cut it short.
+        Keys as `evaluate --json` prints them; {} where a signal cut it short. Raises ConfigError for
+        less than one episode.
         """
+        if episodes < 1:
+            raise ConfigError(f"episodes: expected 1 or more, found {episodes}")
         result = evaluate(
             self.policy,
             self._factories[0],
@@ -532,6 +535,8 @@ class Manager:
         Raises ConfigError where it exists and is not empty, unless `overwrite`.
         """
         path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; an agent is a directory: choose another name")
         if path.exists() and any(path.iterdir()) and not overwrite:
             raise ConfigError(f"{path} is not empty; choose another directory or pass overwrite")
         path.mkdir(parents=True, exist_ok=True)
