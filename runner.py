@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from sansac.config import Config, ConfigError, incomplete, load_yaml, merge, partial, preset_for
+from sansac.config import (
+    QUIET,
+    Config,
+    ConfigError,
+    incomplete,
+    load_space,
+    load_yaml,
+    merge,
+    partial,
+    preset_for,
+    slug,
+)
 
 if TYPE_CHECKING:
     from sansac.compare import Comparison
@@ -33,6 +44,7 @@ class Train:
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
       sweep           many runs: actors x seeds x any option, side by side, resumable
+      tune            search for better options; tune lr-range, tune optimizers: short tests
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -130,6 +142,38 @@ class Sweep:
     """Run failed runs again."""
     config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class Tune:
+    """Search for options that train better agents, with Optuna: a trial is a training run for each
+    seed, its score their mean return over the final evaluation; a trial whose evaluations fall
+    behind the median of the others is pruned. Called again, a search goes on: trials that were
+    stopped or killed are resumed from their checkpoints. Any number of processes, on machines that
+    share the directory, may work on one search. Options that train has hold for all trials.
+
+    What is searched is the section `tune` of a preset of --config, else configs/tune_dense.yaml or
+    configs/tune_spiking.yaml. Two short tests, each with its own --help:
+
+      tune lr-range    learning-rate range test: loss and return against the rate
+      tune optimizers  Adam, AdamW, Adamax, RMSprop and SGD on the same data
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """The search's directory, new or to go on with (then it needs nothing else); none:
+    runs/tune/<env>-<actor>."""
+    trials: int | None = None
+    """Trials in all, over all calls; none: those of the call before, at first 50."""
+    seeds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SEED|A..B...")] = ()
+    """Seeds of every trial, such as 0..2; none: the one of --seed."""
+    prune: bool = True
+    """Stop trials that fall behind, after a third of their training (fixed with the search)."""
+    workers: int | None = None
+    """Trials at a time; none: one a core. Cores are shared out among them as --threads."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier; their sections `tune` are the
+    space."""
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -297,12 +341,36 @@ def sweep(arguments: Sequence[str]) -> int:
     return code
 
 
+def tune(arguments: Sequence[str]) -> int:
+    early = look_ahead(arguments)
+    base = merge(QUIET, defaults(early))
+    with incomplete():  # the space may put a contradiction right
+        asked = parse(Tune, "tune", arguments, default=Tune(options=partial(base)))
+    if asked.workers is not None and asked.workers < 1:
+        raise ConfigError("--workers must be at least 1")
+    if asked.trials is not None and asked.trials < 1:
+        raise ConfigError("--trials must be at least 1")
+
+    from sansac import sweep, tune
+
+    actor = asked.options.actor_name
+    out = asked.out or Path("runs", "tune", f"{slug(asked.options.env)}-{actor}")
+    wanted = tune.Asked(
+        merge(*(load_yaml(path) for path in asked.config)),
+        sweep.given(arguments, asked.options, "search"),
+        merge(*(load_space(path) for path in asked.config)),
+        sweep.parse_seeds(asked.seeds),
+    )
+    return tune.tune(out, wanted, trials=asked.trials, prune=asked.prune, workers=asked.workers)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
     "inspect": inspect,
     "compare": compare,
     "sweep": sweep,
+    "tune": tune,
 }
 
 
