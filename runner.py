@@ -177,6 +177,65 @@ class Tune:
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
+@dataclass
+class LrRange:
+    """Learning-rate range test: on a buffer filled by rollouts, the rate grows by the same factor
+    at every update. Where the loss falls fastest is a good rate, where it blows up one that is too
+    large. Draws loss, its slope and the return against the rate. Options that train has hold."""
+
+    of: Literal["all", "actor", "critic"] = "all"
+    """Whose rate is swept; `all` is one rate for actor, critics and temperature, judged by the
+    critics' loss."""
+    low: float = 1e-6
+    """First rate."""
+    high: float = 1.0
+    """Last rate; the test ends earlier where the loss blows up."""
+    updates: int = 1000
+    """Updates from the first rate to the last."""
+    points: int = 10
+    """Rates at which the return is measured."""
+    episodes: int = 3
+    """Episodes of such a measurement, the same at each."""
+    warm_up: int | None = None
+    """Environment steps that fill the buffer: random up to learning.learning-starts, training
+    after, so that the test then starts from a trained agent; none: learning.learning-starts."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where lr_range.csv, .json and .png go; none: a new directory under runs/tune/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class Optimizers:
+    """Compare Adam, AdamW, Adamax, RMSprop and SGD, each with torch's defaults: same seed, same
+    start, same minibatches of a buffer filled by rollouts. Options that train has hold."""
+
+    by: Literal["return", "loss"] = "return"
+    """What the winner is chosen by: the mean return over the evaluations on the way, or the
+    critics' mean loss over all updates."""
+    rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE...")] = ()
+    """Learning rates that each is tried at; none: the configuration's own."""
+    updates: int = 1000
+    """Updates of each."""
+    points: int = 5
+    """Evaluations on the way, the last at the end."""
+    episodes: int = 3
+    """Episodes of such an evaluation, the same at each."""
+    warm_up: int | None = None
+    """Environment steps that fill the buffer: random up to learning.learning-starts, training
+    after, so that all then start from a trained agent; none: learning.learning-starts."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where optimizers.csv, .json and .png go; none: a new directory under runs/tune/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
 def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
     """The options that decide on the defaults of all others."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -342,6 +401,8 @@ def sweep(arguments: Sequence[str]) -> int:
 
 
 def tune(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in PROBES:
+        return PROBES[arguments[0]](arguments[1:])
     early = look_ahead(arguments)
     base = merge(QUIET, defaults(early))
     with incomplete():  # the space may put a contradiction right
@@ -364,6 +425,62 @@ def tune(arguments: Sequence[str]) -> int:
     return tune.tune(out, wanted, trials=asked.trials, prune=asked.prune, workers=asked.workers)
 
 
+def lr_range(arguments: Sequence[str]) -> int:
+    asked, out = parse_probe(LrRange, "lr-range", arguments)
+
+    from sansac import probes
+
+    found = probes.lr_range(
+        asked.options, out, of=asked.of, low=asked.low, high=asked.high, updates=asked.updates,
+        warm_up=asked.warm_up, points=asked.points, episodes=asked.episodes,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    best, rate = found.best_return
+    if found.suggestion is None:
+        print(f"no suggestion: the {found.loss} loss never falls")
+    else:
+        print(f"the {found.loss} loss falls fastest at {found.suggestion:.1e}: {found.options}")
+    print(f"best return on the way: {best:.1f} at {rate:.1e}")
+    print(out)
+    return 0
+
+
+def optimizers(arguments: Sequence[str]) -> int:
+    asked, out = parse_probe(Optimizers, "optimizers", arguments)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from sansac import probes
+
+    found = probes.compare_optimizers(
+        asked.options, out, by=asked.by, rates=asked.rates, updates=asked.updates,
+        warm_up=asked.warm_up, points=asked.points, episodes=asked.episodes,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    table = Table(title=f"{asked.options.env}, {asked.options.actor_name} actor, by {asked.by}")
+    for i, heading in enumerate(("optimizer", "mean return", "last return", "mean loss")):
+        table.add_column(heading, justify="right" if i else "left")
+    for probe in found:
+        numbers = f"{probe.mean_return:.1f}", f"{probe.returns[-1]:.1f}", f"{probe.mean_loss:.4g}"
+        table.add_row(probe.name, *numbers)
+    Console().print(table)
+    print(f"winner by {asked.by}: {found[0].name}")
+    print(out)
+    return 0
+
+
+def parse_probe(kind: type, name: str, arguments: Sequence[str]) -> tuple[Any, Path]:
+    """What a short test was asked for, and its directory."""
+    base = merge(QUIET, defaults(look_ahead(arguments)))
+    asked = parse(kind, f"tune {name}", arguments, default=kind(options=partial(base)))
+    options = asked.options
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    usual = f"{slug(options.env)}-{options.actor_name}-{name}-{stamp}"
+    return asked, asked.out or Path("runs", "tune", usual)
+
+
+PROBES: dict[str, Callable[[Sequence[str]], int]] = {"lr-range": lr_range, "optimizers": optimizers}
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
