@@ -10,6 +10,7 @@ baseline.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -18,12 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium.spaces import Box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from sansac import kernels
+from sansac.algorithm import SAC
+from sansac.config import Actor, Config, Spiking
+from sansac.environments import ActionScale
+from sansac.evaluation import Policy
 
 WIDTH = 256
 BATCHES = (1, 16, 256, 2048, 8192)
@@ -103,7 +110,7 @@ def neurons(
 
 
 def networks(device: torch.device, seconds: float) -> dict[str, dict[str, float]]:
-    """24-256-256-4, T = 5, constant current: an update of 256, and one action."""
+    """24-256-256-4, T = 5, constant current: an update of 256, and one action of a policy."""
     steps, batch = 5, 256
     first, second, last = nn.Linear(24, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
     parameters = [p for layer in (first.to(device), second.to(device), last.to(device))
@@ -135,21 +142,27 @@ def networks(device: torch.device, seconds: float) -> dict[str, dict[str, float]
     def update(network: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(network(observations), parameters, upstream[2])
 
-    def act(network: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-        def call() -> None:
-            with torch.inference_mode():
-                network(observations[:1]).tanh()
-
-        return call
-
     return {
         "update of 256": alternate(
             {"own products": products, "spiking": update(spiking), "dense": update(dense)},
             device,
             seconds,
         ),
-        "one action": alternate({"dense": act(dense), "spiking": act(spiking)}, device, seconds),
+        "one action": alternate(
+            {"dense": act(False, device), "spiking": act(True, device)}, device, seconds
+        ),
     }
+
+
+def act(san: bool, device: torch.device) -> Callable[[], object]:
+    """One action, numpy in and numpy out, of a policy whose neurons fire as a trained one's do."""
+    actor, spiking = Actor(hidden=(WIDTH, WIDTH), batch_norm=True), Spiking(time_steps=5)
+    sac = SAC(Config(san=san, actor=actor, spiking=spiking), 24, 4, device.type)
+    observations = torch.randn(1000, 24, device=device)
+    sac.reestimate(observations)
+    policy = Policy(sac, ActionScale(Box(-1.0, 1.0, (4,), np.float32)))
+    inputs = itertools.cycle(observations.cpu().numpy())
+    return lambda: policy(next(inputs))
 
 
 def machine(device: torch.device) -> dict[str, Any]:

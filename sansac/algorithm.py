@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sansac.config import Config
 from sansac.networks import DenseActor, RunningNorm, make_critic, reestimate, squashed_sample
+from sansac.optimizer import Adam, averaged, polyak
 from sansac.replay import Batch
 from sansac.spiking import SpikingActor
 
@@ -46,12 +47,20 @@ class SAC:
         self.target_entropy = -float(action_size) if target == "auto" else float(target)
 
         self.optimizers = {
-            "actor": adam(actor_groups(self.actor, config)),
-            "critic": adam([(self.critic.parameters(), config.critic.learning_rate)]),
+            "actor": Adam(actor_groups(self.actor, config)),
+            "critic": Adam([(self.critic.parameters(), config.critic.learning_rate)]),
         }
         if automatic:
-            temperature = adam([([self.log_alpha], config.sac.learning_rate)])
+            temperature = Adam([([self.log_alpha], config.sac.learning_rate)])
             self.optimizers["temperature"] = temperature
+        # Slow copies, what they follow, and at which rate.
+        self.copies = [
+            (averaged(self.target_critic), averaged(self.critic), config.learning.tau),
+        ]
+        if self.policy_actor is not self.actor:
+            self.copies.append(
+                (averaged(self.policy_actor), averaged(self.actor), config.actor.average)
+            )
         self.exploration = torch.Generator(self.device).manual_seed(2 * config.seed)
         self.noise = torch.Generator(self.device).manual_seed(2 * config.seed + 1)
 
@@ -143,9 +152,8 @@ class SAC:
         actor_loss = self.actor_loss(batch, action, log_prob, alpha)
         self._step("actor", actor_loss)
 
-        polyak(self.target_critic, self.critic, self.config.learning.tau)
-        if self.policy_actor is not self.actor:
-            polyak(self.policy_actor, self.actor, self.config.actor.average)
+        for slow, online, tau in self.copies:
+            polyak(slow, online, tau)
         return metrics | {
             "loss/critic": critic_loss.detach(),
             "loss/actor": actor_loss.detach(),
@@ -162,8 +170,10 @@ class SAC:
     def _step(self, name: str, loss: Tensor) -> None:
         """One optimiser step; gradients reach that optimiser's parameters and no others."""
         optimizer = self.optimizers[name]
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            p.grad = None
+        loss.backward(inputs=parameters)
         optimizer.step()
 
     def reestimate(self, observation: Tensor) -> None:
@@ -249,17 +259,3 @@ def actor_groups(actor: nn.Module, config: Config) -> list[tuple[Iterable[Tensor
     head = [p for name, p in named if name.startswith("log_std.")]
     rest = [p for name, p in named if not name.startswith("log_std.")]
     return [(rest, rate), (head, own_rate)]
-
-
-def adam(groups: Iterable[tuple[Iterable[Tensor], float]]) -> torch.optim.Adam:
-    """Adam over (parameters, learning rate) pairs, one fused call a step."""
-    settings = [{"params": list(p), "lr": lr, "initial_lr": lr} for p, lr in groups]
-    return torch.optim.Adam(settings, fused=True)
-
-
-@torch.no_grad()
-def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """target <- (1 - tau) target + tau online, buffers included."""
-    torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
-    for old, new in zip(target.buffers(), online.buffers(), strict=True):
-        old.lerp_(new, tau) if old.is_floating_point() else old.copy_(new)

@@ -101,6 +101,9 @@ class Learning(Section):
     """Rewards summed before the target bootstraps."""
     anneal: Fraction = 0.0
     """Share of training, at its end, over which all learning rates fall linearly to a tenth."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of matrix products in updates. bfloat16: their factors are rounded to it and summed in
+    float32, where the processor can (AMX, AVX-512 BF16; TF32 on a GPU); acting stays float32."""
 
 
 class Sac(Section):

@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from sansac import kernels
 from sansac.algorithm import SAC
 from sansac.environments import (
     EVALUATION,
@@ -21,6 +22,8 @@ from sansac.environments import (
     NonFiniteError,
     episode_seed,
 )
+from sansac.inference import action_mean
+from sansac.optimizer import averaged
 from sansac.spiking import SpikingActor
 from sansac.statistics import iqm
 
@@ -38,17 +41,34 @@ class Policy:
     def __init__(self, algorithm: SAC, scale: ActionScale) -> None:
         self.algorithm, self.scale = algorithm, scale
         self.observation_size = algorithm.norm.mean.numel()
+        norm = algorithm.norm
+        self.parameters = [*averaged(algorithm.policy_actor), norm.centre, norm.scale]
+        self.version = -1
+        self.fused: kernels.ActionMean | None = None
 
     def __call__(self, observation: np.ndarray) -> np.ndarray:
-        return self.scale(self._run(observation, self.algorithm.act))
+        array = self._checked(observation)
+        if array.ndim == 1 and (fused := self._fused()):
+            return self.scale(np.tanh(fused(array)))
+        return self.scale(self._run(array, self.algorithm.act))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own: what C points to is not copied."""
+        return self.__dict__ | {"fused": None, "version": -1}
+
+    def _fused(self) -> kernels.ActionMean | None:
+        """The policy in C, made anew where its parameters have changed."""
+        version = sum(parameter._version for parameter in self.parameters)
+        if version != self.version:
+            self.fused, self.version = action_mean(self.algorithm), version
+        return self.fused
 
     def sample(self, observation: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """An action drawn from the policy with a stream of the caller's."""
-        return self.scale(self._run(observation, lambda x: self.algorithm.sample(x, generator)))
+        array = self._checked(observation)
+        return self.scale(self._run(array, lambda x: self.algorithm.sample(x, generator)))
 
-    def _run(
-        self, observation: np.ndarray, act: Callable[[torch.Tensor], torch.Tensor]
-    ) -> np.ndarray:
+    def _checked(self, observation: np.ndarray) -> np.ndarray:
         array = np.asarray(observation, dtype=np.float32)
         if array.shape[-1:] != (self.observation_size,) or array.ndim > 2:
             raise ValueError(
@@ -57,6 +77,9 @@ class Policy:
             )
         if not np.isfinite(array).all():
             raise ValueError(f"observation is not finite: {array}")
+        return array
+
+    def _run(self, array: np.ndarray, act: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
         batch = torch.from_numpy(np.atleast_2d(array)).to(self.algorithm.device)
         return act(batch).cpu().numpy().reshape(*array.shape[:-1], -1)
 

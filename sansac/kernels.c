@@ -1,5 +1,6 @@
-/* Fused multi-step spiking neurons: forward, and backward through time. At the end, the quantile
- * Huber loss of truncated quantile critics, by the same means.
+/* Fused multi-step spiking neurons: forward, and backward through time. At the end, by the same
+ * means, the quantile Huber loss of truncated quantile critics; and for a CPU, which is short of
+ * memory bandwidth where a GPU is not, LayerNorm with its ReLU in one pass.
  *
  * One source for two compilers. A C compiler sees `real` as a SIMD vector of neurons and a kernel
  * as a function that walks over them; NVRTC sees `real` as a float and a kernel as one thread a
@@ -335,3 +336,180 @@ KERNEL quantile_huber(const float *predictions, const float *targets, float *los
     EACH_BLOCK(size, threads, huber(predictions, targets, loss, slope, samples, (int)quantiles,
                                     (int)atoms, i, groups, lanes))
 }
+
+#ifndef __CUDACC__
+
+/* ---- one action ----------------------------------------------------------------------------- */
+
+/* currents[t] = bias + inputs[t] weight, over `steps` steps; weight is [inputs, outputs]. A row of it
+ * is read once for all steps, and not at all where nothing comes in: no spike, or a ReLU's zero. */
+FUNCTION void product(const float *input, const float *weight, const float *bias, float *currents,
+                      long long steps, long long inputs, long long outputs) {
+    for (long long t = 0; t < steps; ++t)
+        __builtin_memcpy(currents + t * outputs, bias, outputs * sizeof *bias);
+    for (long long i = 0; i < inputs; ++i)
+        for (long long t = 0; t < steps; ++t) {
+            const float x = input[t * inputs + i], *row = weight + i * outputs;
+            float *sum = currents + t * outputs;
+            if (x == 0.0f) continue;
+            PRAGMA(omp simd)
+            for (long long j = 0; j < outputs; ++j) sum[j] += x * row[j];
+        }
+}
+
+/* The mean before the tanh for one observation [widths[0]], clipped to [-clip, clip] after
+ * (observation - centre) * scale. Layer l has weights [widths[l], widths[l + 1]]; all but the last
+ * end in neurons, or in ReLU where `neurons` is null. `x` and `currents` hold a layer's values at
+ * all time steps. */
+KERNEL action_mean(const float *observation, const float *centre, const float *scale, float clip,
+                   const struct neuron *neurons, const float *const *weights,
+                   const float *const *biases, const long long *widths, long long layers, float *x,
+                   float *currents, float *mean) {
+    for (long long i = 0; i < widths[0]; ++i) {
+        const float normed = (observation[i] - centre[i]) * scale[i];
+        x[i] = normed < -clip ? -clip : normed > clip ? clip : normed;
+    }
+    for (long long l = 0; l < layers; ++l) {
+        const long long width = widths[l + 1], last = l == layers - 1;
+        const long long steps = !neurons || l == 0 || last ? 1 : neurons[l].time_steps;
+        product(x, weights[l], biases[l], last ? mean : currents, steps, widths[l], width);
+        if (last) return;
+        if (neurons) {
+            neuron_forward(neurons[l], currents, 0, 0, x, width, 1);
+            continue;
+        }
+        PRAGMA(omp simd)
+        for (long long j = 0; j < width; ++j) x[j] = currents[j] < 0.0f ? 0.0f : currents[j];
+    }
+}
+
+/* ---- LayerNorm and ReLU --------------------------------------------------------------------- */
+
+/* A row of `width`, a vector at a time. Sums are kept in GROUPS parts, part k here, and rows are
+ * taken ROWS at a time, so that an addition need not wait for the one before it. */
+#define ROWS 4
+#define EACH_VECTOR(width, body) \
+    { \
+        long long i = 0; \
+        for (; i + GROUPS * LANES <= width;) \
+            for (int k = 0; k < GROUPS; ++k, i += LANES) { \
+                const int lanes = LANES; \
+                body \
+            } \
+        for (int k = 0; i < width; k = (k + 1) % GROUPS, i += LANES) { \
+            const int lanes = width - i < LANES ? (int)(width - i) : LANES; \
+            body \
+        } \
+    }
+
+FUNCTION float total(const real *parts) {
+    const real sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    float lane[LANES];
+    WRITE(sum, lane, LANES);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int k = 0; k < half; ++k) lane[k] += lane[k + half];
+    return lane[0];
+}
+
+/* y = max(0, x^ gain + bias), x^ = (x - mean) / sqrt(variance + epsilon) over a row. */
+FUNCTION void norm_relu(const float *x, const float *gain, const float *bias, float *y,
+                        float *statistics, float epsilon, long long width, int rows) {
+    const real zero = {0};
+    float mean[ROWS], factor[ROWS];
+    for (int r = 0; r < rows; ++r) {
+        const float *in = x + r * width;
+        real sum[GROUPS] = {{0}};
+        EACH_VECTOR(width, sum[k] = sum[k] + load(in, i, lanes, 0);)
+        mean[r] = total(sum) / width;
+    }
+    for (int r = 0; r < rows; ++r) {
+        const float *in = x + r * width;
+        real squares[GROUPS] = {{0}};
+        EACH_VECTOR(width, const real d = load(in, i, lanes, 0) - mean[r];
+                    real within = zero; /* past the end of a row there is nothing to count */
+                    WRITE(d, (float *)&within, lanes);
+                    squares[k] = squares[k] + within * within;)
+        factor[r] = 1.0f / __builtin_sqrtf(total(squares) / width + epsilon);
+    }
+    for (int r = 0; r < rows; ++r) {
+        const float *in = x + r * width;
+        float *out = y + r * width;
+        EACH_VECTOR(width, const real normed = (load(in, i, lanes, 0) - mean[r]) * factor[r];
+                    const real h = normed * load(gain, i, lanes, 0) + load(bias, i, lanes, 0);
+                    const real rectified = select(MASK(h < zero), zero, h); /* a NaN passes */
+                    WRITE(rectified, out + i, lanes);)
+        statistics[2 * r] = mean[r], statistics[2 * r + 1] = factor[r];
+    }
+}
+
+/* With d the gradient of y where y > 0, else 0: bias gets sum d, gain sum d x^, and
+ * x gets factor (e - mean(e) - x^ mean(e x^)), e = d gain. Gain and bias may ask for none. */
+FUNCTION void norm_relu_back(const float *x, const float *gain, const float *y,
+                             const float *statistics, const float *gradient, float *x_gradient,
+                             float *gain_gradient, float *bias_gradient, long long width,
+                             int rows) {
+    const real zero = {0};
+    float e_mean[ROWS], e_moment[ROWS];
+    for (int r = 0; r < rows; ++r) {
+        const float *in = x + r * width, *out = y + r * width, *from = gradient + r * width;
+        const float mean = statistics[2 * r], factor = statistics[2 * r + 1];
+        real sum[GROUPS] = {{0}}, moment[GROUPS] = {{0}};
+        EACH_VECTOR(width, const real normed = (load(in, i, lanes, 0) - mean) * factor;
+                    const bits passed = MASK(load(out, i, lanes, 0) > zero);
+                    const real d = select(passed, load(from, i, lanes, 0), zero);
+                    const real e = d * load(gain, i, lanes, 0);
+                    sum[k] = sum[k] + e;
+                    moment[k] = moment[k] + e * normed;
+                    if (gain_gradient) {
+                        const real to_gain = load(gain_gradient, i, lanes, 0) + d * normed;
+                        const real to_bias = load(bias_gradient, i, lanes, 0) + d;
+                        WRITE(to_gain, gain_gradient + i, lanes);
+                        WRITE(to_bias, bias_gradient + i, lanes);
+                    })
+        e_mean[r] = total(sum) / width, e_moment[r] = total(moment) / width;
+    }
+    for (int r = 0; r < rows; ++r) {
+        const float *in = x + r * width, *out = y + r * width, *from = gradient + r * width;
+        const float mean = statistics[2 * r], factor = statistics[2 * r + 1];
+        float *to = x_gradient + r * width;
+        EACH_VECTOR(width, const real normed = (load(in, i, lanes, 0) - mean) * factor;
+                    const bits passed = MASK(load(out, i, lanes, 0) > zero);
+                    const real d = select(passed, load(from, i, lanes, 0), zero);
+                    const real e = d * load(gain, i, lanes, 0);
+                    const real to_x = (e - e_mean[r] - normed * e_moment[r]) * factor;
+                    WRITE(to_x, to + i, lanes);)
+    }
+}
+
+/* x, y and their gradients are [copies, rows, width], gain and bias [copies, width], `statistics`
+ * [copies, rows, 2]. A thread takes whole copies, so that no sum depends on how many there are. */
+#define EACH_ROWS(call) \
+    PRAGMA(omp parallel for num_threads(threads) if(threads > 1)) \
+    for (long long copy = 0; copy < copies; ++copy) \
+        for (long long row = 0; row < rows; row += ROWS) { \
+            const long long own = copy * width, first = copy * rows + row, at = first * width; \
+            const int some = rows - row < ROWS ? (int)(rows - row) : ROWS; \
+            call; \
+        }
+
+KERNEL norm_relu_forward(const float *x, const float *gain, const float *bias, float *y,
+                         float *statistics, float epsilon, long long copies, long long rows,
+                         long long width, long long threads) {
+    EACH_ROWS(norm_relu(x + at, gain + own, bias + own, y + at, statistics + 2 * first, epsilon,
+                        width, some))
+}
+
+KERNEL norm_relu_backward(const float *x, const float *gain, const float *y,
+                          const float *statistics, const float *gradient, float *x_gradient,
+                          float *gain_gradient, float *bias_gradient, long long copies,
+                          long long rows, long long width, long long threads) {
+    if (gain_gradient)
+        EACH_ROWS(norm_relu_back(x + at, gain + own, y + at, statistics + 2 * first, gradient + at,
+                                 x_gradient + at, gain_gradient + own, bias_gradient + own, width,
+                                 some))
+    else
+        EACH_ROWS(norm_relu_back(x + at, gain + own, y + at, statistics + 2 * first, gradient + at,
+                                 x_gradient + at, (float *)0, (float *)0, width, some))
+}
+
+#endif

@@ -43,15 +43,18 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Backend = Literal["auto", "cupy", "native", "torch", "spikingjelly"]
 Output = Literal["spikes", "mean", "voltages"]
+Precision = Literal["float32", "bfloat16"]
 
 SOURCE = Path(__file__).with_name("kernels.c")
 OUTPUTS: tuple[Output, ...] = ("spikes", "mean", "voltages")  # in the order of kernels.c
@@ -397,9 +400,7 @@ def _parameters(neuron: Neuron, dtype: torch.dtype, cuda: bool) -> Any:
     )
     if not cuda:
         return parameters
-    import numpy
-
-    return numpy.frombuffer(bytes(parameters), dtype=numpy.dtype(_Parameters))
+    return np.frombuffer(bytes(parameters), dtype=np.dtype(_Parameters))
 
 
 def _launch(kernel: str, neuron: Neuron, *tensors: Tensor | None) -> None:
@@ -466,9 +467,92 @@ def quantile_huber(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor] 
     return per_sample, slope[..., :batch].transpose(1, 2) / -pairs
 
 
+# ---- LayerNorm and ReLU --------------------------------------------------------------------------
+
+
+def norm_relu(x: Tensor, gain: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """ReLU of the LayerNorm of x, [C, B, N]; gain and bias, [C, 1, N], are each copy's own."""
+    plain = x.dtype is not torch.float32 or x.device.type != "cpu"
+    if plain or backend_for("auto", x.device) == "torch":
+        normed = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
+        return torch.relu(torch.addcmul(bias, normed, gain))
+    return _NormRelu.apply(x, gain, bias, epsilon)
+
+
+class _NormRelu(torch.autograd.Function):
+    """`norm_relu` of kernels.c: a pass over memory where torch makes three, and six back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        x, gain = x.contiguous(), gain.contiguous()
+        y, statistics = torch.empty_like(x), x.new_empty(*x.shape[:2], 2)
+        pointers = [t.data_ptr() for t in (x, gain, bias.contiguous(), y, statistics)]
+        _found(_native()).norm_relu_forward(*pointers, epsilon, *x.shape, torch.get_num_threads())
+        ctx.save_for_backward(x, gain, y, statistics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, gain, y, statistics = ctx.saved_tensors
+        to_x = torch.empty_like(x)
+        learned = ctx.needs_input_grad[1]
+        to_gain, to_bias = (torch.zeros_like(gain) if learned else None for _ in range(2))
+        tensors = (x, gain, y, statistics, gradient.contiguous(), to_x, to_gain, to_bias)
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        _found(_native()).norm_relu_backward(*pointers, *x.shape, torch.get_num_threads())
+        return to_x, to_gain, to_bias, None
+
+
+# ---- one action ----------------------------------------------------------------------------------
+
+
+class ActionMean:
+    """The mean before the tanh, [act], of one raw observation, [obs], in one call of C.
+
+    `linears` are the products, the last one the read-out; the others end in `neurons`, of which the
+    first is constant over time and the last gives the mean, or in ReLU where there are none.
+    Parameters are copied. Raises BackendUnavailable without a compiler.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[torch.nn.Linear],
+        neurons: Sequence[Neuron],
+        centre: Tensor,
+        scale: Tensor,
+        clip: float,
+    ) -> None:
+        self.function = _found(_native()).action_mean
+        steps = neurons[0].time_steps if neurons else 1
+        widths = [linears[0].in_features, *(linear.out_features for linear in linears)]
+        copies = [linear.weight.detach().T.contiguous() for linear in linears]
+        copies += [linear.bias.detach().clone() for linear in linears]
+        fixed = [centre.clone(), scale.clone()]
+        self.observation = torch.zeros(widths[0])
+        self.mean = torch.zeros(widths[-1])
+        x, currents = (torch.zeros(steps * max(widths)) for _ in range(2))
+        pointers, count = [copy.data_ptr() for copy in copies], len(linears)
+        table = ctypes.c_void_p * count
+        structures = [_parameters(neuron, torch.float32, False) for neuron in neurons]
+        self.arguments = (
+            self.observation.data_ptr(), *(tensor.data_ptr() for tensor in fixed), clip,
+            (_Parameters * len(neurons))(*structures) if neurons else None,
+            table(*pointers[:count]), table(*pointers[count:]),
+            (ctypes.c_longlong * len(widths))(*widths), count,
+            x.data_ptr(), currents.data_ptr(), self.mean.data_ptr(),
+        )  # fmt: skip
+        self.kept = copies, fixed, x, currents  # what the pointers point to
+        self.inputs, self.outputs = self.observation.numpy(), self.mean.numpy()
+
+    def __call__(self, observation: np.ndarray) -> np.ndarray:
+        self.inputs[:] = observation
+        self.function(*self.arguments)
+        return self.outputs.copy()
+
+
 # ---- building ------------------------------------------------------------------------------------
 
-FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 # The later ones serve compilers that have no OpenMP or do not know this processor.
 OPTIONAL_FLAGS = (("-march=native", "-fopenmp"), ("-march=native",), ())
 NVRTC_FLAGS = ("--fmad=false", "-ftz=false")
@@ -554,6 +638,13 @@ def _native() -> ctypes.CDLL | BackendUnavailable:
     library.neuron_forward.argtypes = [_Parameters, *[pointer] * 4, integer, integer]
     library.neuron_backward.argtypes = [_Parameters, *[pointer] * 7, integer, integer]
     library.quantile_huber.argtypes = [*[pointer] * 4, *[integer] * 5]
+    library.action_mean.argtypes = [
+        *[pointer] * 3, ctypes.c_float, *[pointer] * 4, integer, *[pointer] * 3,
+    ]  # fmt: skip
+    library.action_mean.restype = None
+    library.norm_relu_forward.argtypes = [*[pointer] * 5, ctypes.c_float, *[integer] * 4]
+    library.norm_relu_backward.argtypes = [*[pointer] * 8, *[integer] * 4]
+    library.norm_relu_forward.restype = library.norm_relu_backward.restype = None
     library.quantile_huber.restype = None
     library.neuron_forward.restype = library.neuron_backward.restype = None
     return library
@@ -696,6 +787,25 @@ def _spikingjelly(
         spikes = functional.lif_multi_step(current, v, neuron.decay, neuron.decay_input, *rest)[0]
     spikes = spikes.to(current.dtype)
     return spikes.mean(0) if neuron.output == "mean" else spikes
+
+
+@contextmanager
+def products(precision: Precision) -> Iterator[None]:
+    """Matrix products of float32 tensors as they are, or of factors rounded to bfloat16 (TF32 on a
+    GPU) and summed in float32. A processor without such instructions multiplies as it is."""
+    if precision == "float32":
+        yield
+        return
+    mkldnn: Any = torch.backends.mkldnn
+    backends = {mkldnn.matmul: "bf16", torch.backends.cuda.matmul: "tf32"}
+    before = {backend: backend.fp32_precision for backend in backends}
+    try:
+        for backend, rounded in backends.items():
+            backend.fp32_precision = rounded
+        yield
+    finally:
+        for backend, was in before.items():
+            backend.fp32_precision = was
 
 
 def keep_freed_memory() -> None:

@@ -258,13 +258,14 @@ class Manager:
         due = from_updates + math.floor(steps * self.config.learning.update_to_data + 1e-9)
         self.algorithm.set_progress(self.step / self.config.total_steps, self.best_return)
         batch_size, every = self.config.learning.batch_size, self.config.actor.reestimate_every
-        while self.updates < due:
-            self.batch = self.replay.sample(batch_size)
-            self.metrics = self.algorithm.update(self.batch)
-            self.updates += 1
-            if every and self.updates % every == 0:
-                drawn = self.replay.sample(batch_size * REESTIMATION_BATCHES)
-                self.algorithm.reestimate(drawn.observation)
+        with kernels.products(self.config.learning.precision):
+            while self.updates < due:
+                self.batch = self.replay.sample(batch_size)
+                self.metrics = self.algorithm.update(self.batch)
+                self.updates += 1
+                if every and self.updates % every == 0:
+                    drawn = self.replay.sample(batch_size * REESTIMATION_BATCHES)
+                    self.algorithm.reestimate(drawn.observation)
         self.learn_seconds += time.perf_counter() - started
         self.progress.update(self.step, self.updates)
 

@@ -255,8 +255,8 @@ class StackedLinear(nn.Module):
         return torch.baddbmm(self.bias, x, self.weight)
 
 
-class StackedLayerNorm(nn.Module):
-    """LayerNorm with a gain and a bias of its own a copy: [C, B, width] in and out."""
+class StackedNormRelu(nn.Module):
+    """LayerNorm with a gain and a bias of its own a copy, then ReLU: [C, B, width] in and out."""
 
     def __init__(self, copies: int, width: int) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class StackedLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(copies, 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
+        return kernels.norm_relu(x, self.weight, self.bias)
 
 
 class TwinCritic(nn.Module):
@@ -276,8 +276,8 @@ class TwinCritic(nn.Module):
         super().__init__()
         widths = [observation_size + action_size, *config.hidden]
         self.layers = nn.ModuleList(StackedLinear(self.copies, *pair) for pair in pairwise(widths))
-        self.norms = nn.ModuleList(
-            StackedLayerNorm(self.copies, n) if config.layer_norm else nn.Identity()
+        self.activations = nn.ModuleList(
+            StackedNormRelu(self.copies, n) if config.layer_norm else nn.ReLU()
             for n in config.hidden
         )
         self.head = StackedLinear(self.copies, widths[-1], config.quantiles)
@@ -285,8 +285,8 @@ class TwinCritic(nn.Module):
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         """[B, obs], [B, act] -> [2, B, quantiles]."""
         x = torch.cat([observation, action], -1).expand(self.copies, -1, -1)
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x)))
+        for layer, activation in zip(self.layers, self.activations, strict=True):
+            x = activation(layer(x))
         return self.head(x)
 
     def target(self, observation: Tensor, action: Tensor) -> Tensor:

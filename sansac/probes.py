@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter1d
 
+from sansac import kernels
 from sansac.checkpoint import write_atomically
 from sansac.config import Config, ConfigError
 from sansac.logger import Logger
@@ -68,8 +69,10 @@ class Bench:
 
     def update(self) -> dict[str, float]:
         """One update on a fresh minibatch: its losses."""
-        batch = self.manager.replay.sample(self.manager.config.learning.batch_size)
-        metrics = self.algorithm.update(batch)
+        learning = self.manager.config.learning
+        batch = self.manager.replay.sample(learning.batch_size)
+        with kernels.products(learning.precision):
+            metrics = self.algorithm.update(batch)
         return {tag: float(value) for tag, value in metrics.items() if tag.startswith("loss/")}
 
     def evaluate(self, episodes: int) -> float:

@@ -711,3 +711,77 @@ def test_quantile_huber_of_a_nan_is_a_nan() -> None:
     if fused is None:
         pytest.skip("no C compiler")
     assert fused[0].isnan().tolist() == [False, True, False]
+
+
+# ---- LayerNorm and ReLU --------------------------------------------------------------------------
+
+
+def torchs_norm_relu(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(torch.nn.functional.layer_norm(x, x.shape[-1:]) * gain + bias)
+
+
+@given(
+    copies=st.integers(1, 3),
+    rows=st.integers(0, 9),
+    width=st.integers(4, 200),
+    offset=st.sampled_from([0.0, 30.0]),
+    learned=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_norm_relu_is_torchs_layer_norm_and_relu(
+    copies: int, rows: int, width: int, offset: float, learned: bool, strided: bool, seed: int
+) -> None:
+    """Values and gradients, against float64, for widths that are no multiple of a vector."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, copies, width, generator=generator).transpose(0, 1) + offset
+    x = x if strided else x.contiguous()
+    gain, bias, gradient = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((copies, 1, width), (copies, 1, width), (copies, rows, width))
+    )
+    inputs = [x, gain, bias]
+    ours = [t.detach().clone().requires_grad_(learned or t is x) for t in inputs]
+    theirs = [t.double().requires_grad_(learned or t is x) for t in inputs]
+    y, reference = kernels.norm_relu(*ours), torchs_norm_relu(*theirs)
+    torch.testing.assert_close(y.double(), reference, rtol=1e-4, atol=2e-4)
+    # Where a value is within rounding of 0 the two may differ in which side they see.
+    gradient = gradient * (reference.abs() > 1e-3)
+    (y * gradient).sum().backward()
+    (reference * gradient).sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        if mine.grad is not None and other.grad is not None:
+            largest = other.grad.abs().max() if other.grad.numel() else torch.ones(())
+            difference = (mine.grad - other.grad) / largest.clamp_min(1)
+            assert not (difference.abs() > 1e-3).any()
+
+
+def test_norm_relu_does_not_depend_on_threads_and_passes_a_nan() -> None:
+    x = torch.randn(2, 64, 100, requires_grad=True)
+    gain = torch.randn(2, 1, 100, requires_grad=True)
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        y = kernels.norm_relu(x, gain, torch.zeros(2, 1, 100))
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, gain))))
+    torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+    spoiled = x.detach().clone()
+    spoiled[1, 3, 50] = math.nan
+    y = kernels.norm_relu(spoiled, gain, torch.zeros(2, 1, 100))
+    assert y[1, 3].isnan().all() and not y[1, 2].isnan().any()
+
+
+def test_bfloat16_products_round_and_leave_the_setting_as_it_was() -> None:
+    """On a processor without such instructions the two products are equal."""
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    exact = x @ w
+    with kernels.products("bfloat16"):
+        rounded = x @ w
+    assert torch.equal(x @ w, exact)
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.3)
+    with kernels.products("float32"):
+        assert torch.equal(x @ w, exact)

@@ -203,9 +203,9 @@ def test_an_mlp_has_no_activation_after_its_last_layer() -> None:
 def single_critic(critic: TwinCritic, index: int) -> nn.Sequential:
     """One of the stacked critics as a network of its own."""
     layers: list[nn.Module] = []
-    for linear, norm in zip(critic.layers, critic.norms, strict=True):
+    for linear, norm in zip(critic.layers, critic.activations, strict=True):
         layers.append(as_linear(linear, index))
-        if not isinstance(norm, nn.Identity):
+        if not isinstance(norm, nn.ReLU):
             own = nn.LayerNorm(norm.weight.shape[-1])
             own.load_state_dict(
                 {"weight": norm.weight[index, 0].detach(), "bias": norm.bias[index, 0].detach()}
@@ -230,7 +230,7 @@ def test_the_stacked_critics_are_two_separate_networks(layer_norm: bool, quantil
     config = Critic(hidden=(8, 6), layer_norm=layer_norm, quantiles=quantiles)
     critic = make_critic(config, 3, 2)
     assert type(critic) is (QuantileCritic if quantiles > 1 else TwinCritic)
-    for norm in critic.norms.parameters():
+    for norm in critic.activations.parameters():
         nn.init.normal_(norm)
     observation, action = torch.randn(16, 3), torch.randn(16, 2)
     values = critic(observation, action)
