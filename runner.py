@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from sansac.config import Config, ConfigError, incomplete, load_yaml, merge, partial, preset_for
+from sansac.config import (
+    QUIET,
+    Config,
+    ConfigError,
+    incomplete,
+    load_space,
+    load_yaml,
+    merge,
+    partial,
+    preset_for,
+    slug,
+)
 
 if TYPE_CHECKING:
     from sansac.compare import Comparison
@@ -33,6 +44,7 @@ class Train:
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
       sweep           many runs: actors x seeds x any option, side by side, resumable
+      tune            search for better options; tune lr-range, tune optimizers: short tests
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -128,6 +140,97 @@ class Sweep:
     """Runs at a time; none: one a core. Cores are shared out among them as --threads."""
     retry: bool = False
     """Run failed runs again."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class Tune:
+    """Search for options that train better agents, with Optuna: a trial is a training run for each
+    seed, its score their mean return over the final evaluation; a trial whose evaluations fall
+    behind the median of the others is pruned. Called again, a search goes on: trials that were
+    stopped or killed are resumed from their checkpoints. Any number of processes, on machines that
+    share the directory, may work on one search. Options that train has hold for all trials.
+
+    What is searched is the section `tune` of a preset of --config, else configs/tune_dense.yaml or
+    configs/tune_spiking.yaml. Two short tests, each with its own --help:
+
+      tune lr-range    learning-rate range test: loss and return against the rate
+      tune optimizers  Adam, AdamW, Adamax, RMSprop and SGD on the same data
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """The search's directory, new or to go on with (then it needs nothing else); none:
+    runs/tune/<env>-<actor>."""
+    trials: int | None = None
+    """Trials in all, over all calls; none: those of the call before, at first 50."""
+    seeds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SEED|A..B...")] = ()
+    """Seeds of every trial, such as 0..2; none: the one of --seed."""
+    prune: bool = True
+    """Stop trials that fall behind, after a third of their training (fixed with the search)."""
+    workers: int | None = None
+    """Trials at a time; none: one a core. Cores are shared out among them as --threads."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier; their sections `tune` are the
+    space."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class LrRange:
+    """Learning-rate range test: on a buffer filled by rollouts, the rate grows by the same factor
+    at every update. Where the loss falls fastest is a good rate, where it blows up one that is too
+    large. Draws loss, its slope and the return against the rate. Options that train has hold."""
+
+    of: Literal["all", "actor", "critic"] = "all"
+    """Whose rate is swept; `all` is one rate for actor, critics and temperature, judged by the
+    critics' loss."""
+    low: float = 1e-6
+    """First rate."""
+    high: float = 1.0
+    """Last rate; the test ends earlier where the loss blows up."""
+    updates: int = 1000
+    """Updates from the first rate to the last."""
+    points: int = 10
+    """Rates at which the return is measured."""
+    episodes: int = 3
+    """Episodes of such a measurement, the same at each."""
+    warm_up: int | None = None
+    """Environment steps that fill the buffer: random up to learning.learning-starts, training
+    after, so that the test then starts from a trained agent; none: learning.learning-starts."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where lr_range.csv, .json and .png go; none: a new directory under runs/tune/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class Optimizers:
+    """Compare Adam, AdamW, Adamax, RMSprop and SGD, each with torch's defaults: same seed, same
+    start, same minibatches of a buffer filled by rollouts. Options that train has hold."""
+
+    by: Literal["return", "loss"] = "return"
+    """What the winner is chosen by: the mean return over the evaluations on the way, or the
+    critics' mean loss over all updates."""
+    rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE...")] = ()
+    """Learning rates that each is tried at; none: the configuration's own."""
+    updates: int = 1000
+    """Updates of each."""
+    points: int = 5
+    """Evaluations on the way, the last at the end."""
+    episodes: int = 3
+    """Episodes of such an evaluation, the same at each."""
+    warm_up: int | None = None
+    """Environment steps that fill the buffer: random up to learning.learning-starts, training
+    after, so that all then start from a trained agent; none: learning.learning-starts."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where optimizers.csv, .json and .png go; none: a new directory under runs/tune/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
     config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Presets laid over the environment's own, later over earlier."""
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -297,12 +400,94 @@ def sweep(arguments: Sequence[str]) -> int:
     return code
 
 
+def tune(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in PROBES:
+        return PROBES[arguments[0]](arguments[1:])
+    early = look_ahead(arguments)
+    base = merge(QUIET, defaults(early))
+    with incomplete():  # the space may put a contradiction right
+        asked = parse(Tune, "tune", arguments, default=Tune(options=partial(base)))
+    if asked.workers is not None and asked.workers < 1:
+        raise ConfigError("--workers must be at least 1")
+    if asked.trials is not None and asked.trials < 1:
+        raise ConfigError("--trials must be at least 1")
+
+    from sansac import sweep, tune
+
+    actor = asked.options.actor_name
+    out = asked.out or Path("runs", "tune", f"{slug(asked.options.env)}-{actor}")
+    wanted = tune.Asked(
+        merge(*(load_yaml(path) for path in asked.config)),
+        sweep.given(arguments, asked.options, "search"),
+        merge(*(load_space(path) for path in asked.config)),
+        sweep.parse_seeds(asked.seeds),
+    )
+    return tune.tune(out, wanted, trials=asked.trials, prune=asked.prune, workers=asked.workers)
+
+
+def lr_range(arguments: Sequence[str]) -> int:
+    asked, out = parse_probe(LrRange, "lr-range", arguments)
+
+    from sansac import probes
+
+    found = probes.lr_range(
+        asked.options, out, of=asked.of, low=asked.low, high=asked.high, updates=asked.updates,
+        warm_up=asked.warm_up, points=asked.points, episodes=asked.episodes,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    best, rate = found.best_return
+    if found.suggestion is None:
+        print(f"no suggestion: the {found.loss} loss never falls")
+    else:
+        print(f"the {found.loss} loss falls fastest at {found.suggestion:.1e}: {found.options}")
+    print(f"best return on the way: {best:.1f} at {rate:.1e}")
+    print(out)
+    return 0
+
+
+def optimizers(arguments: Sequence[str]) -> int:
+    asked, out = parse_probe(Optimizers, "optimizers", arguments)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from sansac import probes
+
+    found = probes.compare_optimizers(
+        asked.options, out, by=asked.by, rates=asked.rates, updates=asked.updates,
+        warm_up=asked.warm_up, points=asked.points, episodes=asked.episodes,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    table = Table(title=f"{asked.options.env}, {asked.options.actor_name} actor, by {asked.by}")
+    for i, heading in enumerate(("optimizer", "mean return", "last return", "mean loss")):
+        table.add_column(heading, justify="right" if i else "left")
+    for probe in found:
+        numbers = f"{probe.mean_return:.1f}", f"{probe.returns[-1]:.1f}", f"{probe.mean_loss:.4g}"
+        table.add_row(probe.name, *numbers)
+    Console().print(table)
+    print(f"winner by {asked.by}: {found[0].name}")
+    print(out)
+    return 0
+
+
+def parse_probe(kind: type, name: str, arguments: Sequence[str]) -> tuple[Any, Path]:
+    """What a short test was asked for, and its directory."""
+    base = merge(QUIET, defaults(look_ahead(arguments)))
+    asked = parse(kind, f"tune {name}", arguments, default=kind(options=partial(base)))
+    options = asked.options
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    usual = f"{slug(options.env)}-{options.actor_name}-{name}-{stamp}"
+    return asked, asked.out or Path("runs", "tune", usual)
+
+
+PROBES: dict[str, Callable[[Sequence[str]], int]] = {"lr-range": lr_range, "optimizers": optimizers}
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
     "inspect": inspect,
     "compare": compare,
     "sweep": sweep,
+    "tune": tune,
 }
 
 

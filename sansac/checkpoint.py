@@ -48,11 +48,11 @@ def make_run_dir(config: Config) -> Path:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory for one process. Raises ConfigError where another holds it."""
+def locked(run_dir: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the directory for one process. Raises ConfigError where another holds it, or waits."""
     with open(run_dir / ".lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise

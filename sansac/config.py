@@ -26,6 +26,8 @@ from pydantic import (
 )
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+SPACE = "tune"  # the section of a preset that is a search space and no part of a configuration
+QUIET = {"video": False, "wandb": "disabled"}  # what trials of a search are, unless told otherwise
 # Set while flags are still to be laid over: fields may contradict each other until then.
 _incomplete = ContextVar("incomplete", default=False)
 
@@ -399,10 +401,30 @@ def preset_for(env: str) -> dict[str, Any]:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """One preset, by its path or by its name in configs/, or a `config.yaml`, as a mapping.
+    """One preset, by its path or by its name in configs/, or a `config.yaml`, as a mapping; its
+    search space, if it has one, is left out.
 
     Raises ConfigError naming the file.
     """
+    content = read_yaml(path)
+    content.pop(SPACE, None)
+    try:
+        partial(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return content
+
+
+def load_space(path: Path) -> dict[str, Any]:
+    """The search space of a preset, its section `tune`, unchecked; {} where it has none."""
+    space = read_yaml(path).get(SPACE) or {}
+    if not isinstance(space, dict):
+        raise ConfigError(f"{path}: {SPACE} must hold `option: range` lines, found {space!r:.60}")
+    return space
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file, by its path or by its name in configs/. Raises ConfigError."""
     if not path.exists() and len(path.parts) == 1 and not path.suffix:
         path = CONFIGS / f"{path}.yaml"
     try:
@@ -415,10 +437,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
         raise ConfigError(f"{path} must hold `key: value` lines, found {content!r:.60}")
-    try:
-        partial(content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
     return content
 
 

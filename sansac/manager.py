@@ -6,10 +6,8 @@ import math
 import os
 import platform
 import resource
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +15,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
 from typing import Any, SupportsFloat
 
 import gymnasium as gym
@@ -25,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sansac import checkpoint, kernels
+from sansac import checkpoint, kernels, signals
 from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
@@ -162,7 +159,7 @@ class Manager:
         kernels.keep_freed_memory()
         if self.run_dir is None:
             self.run_dir = checkpoint.make_run_dir(self.config)
-        with checkpoint.locked(self.run_dir), self._signals():
+        with checkpoint.locked(self.run_dir), signals.handled(self._ask_to_end):
             self._refuse_stale()
             checkpoint.write_config(self.config, self.run_dir)
             self._record("running")
@@ -186,7 +183,7 @@ class Manager:
         with (
             Logger(config, run_dir, device=self.device, resume_step=self.step or None) as logger,
             Progress(config.total_steps, self.step, description) as progress,
-            self._rollout(progress),
+            self.opened(progress),
         ):
             self.logger, self.progress = logger, progress
             progress.note(f"{run_dir}: {self._engine()}")
@@ -583,7 +580,7 @@ class Manager:
         self.loaded_from = path.stem
 
     @contextmanager
-    def _rollout(self, progress: Progress) -> Iterator[None]:
+    def opened(self, progress: Progress) -> Iterator[None]:
         """Environments and replay buffer: new, or as the checkpoint left them."""
         config = self.config
         self.rollout = Rollout(self._factories, config)
@@ -623,24 +620,11 @@ class Manager:
 
     # -- signals -----------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask for a clean end; a second one ends the process at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.interrupted:
-                os._exit(128 + number)
-            self.interrupted = number
-
-        old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+    def _ask_to_end(self, number: int) -> None:
+        """A signal asks for a clean end; a second one ends the process at once."""
+        if self.interrupted:
+            os._exit(128 + number)
+        self.interrupted = number
 
 
 @contextmanager

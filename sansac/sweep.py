@@ -20,14 +20,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import yaml
 
+from sansac import signals
 from sansac.checkpoint import FORMAT_VERSION, locked, read_record, write_atomically, write_config
 from sansac.config import (
     Config,
@@ -166,7 +166,7 @@ def parse_axes(actors: Sequence[str], seeds: Sequence[str], grid: Sequence[str])
     return axes
 
 
-def given(arguments: Sequence[str], options: Config) -> dict[str, Any]:
+def given(arguments: Sequence[str], options: Config, command: str = "sweep") -> dict[str, Any]:
     """The layer of those options that the words of a command line name."""
     known, dumped = fields(), options.dump()
     layer: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def given(arguments: Sequence[str], options: Config) -> dict[str, Any]:
         name = word[2:].partition("=")[0].replace("-", "_")
         name = name if name in known else re.sub(r"(^|\.)no_([^.]+)$", r"\1\2", name)
         if name in OWN:
-            raise ConfigError(f"--{name.replace('_', '-')}: a sweep names its runs itself")
+            raise ConfigError(f"--{name.replace('_', '-')}: a {command} names its runs itself")
         if name in known:
             layer = merge(layer, nest(name, value(dumped, name)))
     return layer
@@ -243,16 +243,21 @@ def refuse_contradiction(queue: Queue, asked: Asked) -> None:
     wanted = base_of(merge(queue.files, asked.files), merge(queue.options, asked.options))
     if wanted["threads"] == "auto":
         wanted["threads"] = queue.base["threads"]
-    other = [
-        f"{name} ({value(queue.base, name)!r} there, {value(wanted, name)!r} now)"
-        for name in fields()
-        if name not in (*queue.axes, *OWN) and value(queue.base, name) != value(wanted, name)
-    ]
-    if other:
+    if other := differing(queue.base, wanted, queue.axes):
         raise ConfigError(
             f"{', '.join(other)}: the sweep was begun with another configuration; make it an axis "
             "(--grid), choose another --out, or go on with --out alone"
         )
+
+
+def differing(base: dict[str, Any], wanted: dict[str, Any], free: Iterable[str]) -> list[str]:
+    """Options, other than the free ones, that two dumped configurations set unlike."""
+    left_out = {*free, *OWN}
+    return [
+        f"{name} ({value(base, name)!r} there, {value(wanted, name)!r} now)"
+        for name in fields()
+        if name not in left_out and value(base, name) != value(wanted, name)
+    ]
 
 
 def resolved(queue: Queue, points: list[Point]) -> list[tuple[Point, Config]]:
@@ -387,7 +392,7 @@ class Workers:
         for run in self.queue.runs:
             if run.status == "failed" and retry:
                 run.status = "queued"
-        with self._signals(), self.display:
+        with signals.handled(self.signals.append), self.display:
             try:
                 while self._tick():
                     self.display.refresh()
@@ -406,7 +411,7 @@ class Workers:
             if run.id in self.processes:
                 self._reap(run)
             elif run.status == "running" and not held(self.out / run.directory):
-                self._settle(run, None)
+                settle(self.out, run, None)
         waiting = [run for run in self.queue.runs if self._may_start(run)]
         free = self.limit - sum(run.status == "running" for run in self.queue.runs)
         for run in waiting[: max(0, free)]:
@@ -424,29 +429,10 @@ class Workers:
         return not self.tries[run.id] or (killed and self.tries[run.id] < TRIES)
 
     def _start(self, run: Run) -> None:
-        directory = self.out / run.directory
         run.status = "running"
-        if held(directory):  # by a worker that outlived its sweep, or a resume by hand: wait for it
+        if held(self.out / run.directory):  # by a worker that outlived its sweep, or by hand: wait
             return
-        if (directory / "config.yaml").exists():
-            words = ["train", "--resume", run.directory]
-        else:
-            clear_beginning(directory)
-            words = ["train", "--config", run.config]
-        threads = str(read_run(self.out, run).threads)
-        with open(self.out / run.log, "ab") as log:
-            log.write(f"$ python runner.py {' '.join(words)}\n".encode())
-            log.flush()
-            self.processes[run.id] = subprocess.Popen(
-                [sys.executable, str(RUNNER), *words],
-                cwd=self.out,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a terminal's Ctrl-C reaches workers through here alone
-            )
-        run.attempts += 1
+        self.processes[run.id] = launch(self.out, run)
         self.tries[run.id] += 1
 
     def _forward(self) -> None:
@@ -463,38 +449,49 @@ class Workers:
         code = self.processes[run.id].poll()
         if code is not None:
             del self.processes[run.id]
-            self._settle(run, code)
-
-    def _settle(self, run: Run, code: int | None) -> None:
-        """How a run stands whose process has ended; without a code, by its own record."""
-        record = read_record(self.out / run.directory)
-        run.exit_code = code
-        if code == 0 or (code is None and record.get("status") == "finished"):
-            run.status = "finished"
-            run.final_return = record.get("final", {}).get("return_mean")
-        elif code is None or code < 0 or code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            run.status = "interrupted"
-        else:
-            run.status = "failed"
+            settle(self.out, run, code)
 
     def _kill(self) -> None:
         for process in self.processes.values():
             kill_session(process)
             process.wait()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are handed on to the workers and no more are started."""
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.signals.append(number)
+def launch(out: Path, run: Run) -> subprocess.Popen[bytes]:
+    """A process that begins a run, or goes on with it from its checkpoint."""
+    directory = out / run.directory
+    if (directory / "config.yaml").exists():
+        words = ["train", "--resume", run.directory]
+    else:
+        clear_beginning(directory)
+        words = ["train", "--config", run.config]
+    run.attempts += 1
+    threads = str(read_run(out, run).threads)
+    with open(out / run.log, "ab") as log:
+        log.write(f"$ python runner.py {' '.join(words)}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            [sys.executable, str(RUNNER), *words],
+            cwd=out,
+            env={**os.environ, "OMP_NUM_THREADS": threads},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a terminal's Ctrl-C reaches workers through here alone
+        )
 
-        old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+
+def settle(out: Path, run: Run, code: int | None) -> None:
+    """How a run stands whose process has ended; without a code, by its own record."""
+    record = read_record(out / run.directory)
+    run.exit_code = code
+    if code == 0 or (code is None and record.get("status") == "finished"):
+        run.status = "finished"
+        run.final_return = record.get("final", {}).get("return_mean")
+    elif code is None or code < 0 or code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        run.status = "interrupted"
+    else:
+        run.status = "failed"
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:

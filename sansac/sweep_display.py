@@ -84,13 +84,7 @@ class Display:
     def __enter__(self) -> Self:
         for run in self.runs:
             self.look(run)
-        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(file=self._stream)  # type: ignore[arg-type]
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
+        self._live = start_live(self._stream)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -180,6 +174,19 @@ class Display:
         return [
             run.actor, str(run.seed), *settings, f"{seen.step:,}", share, best, eta, run.status,
         ]  # fmt: skip
+
+
+def start_live(stream: SafeStream) -> Live | None:
+    """A live display that its owner draws, or None where the stream is no terminal."""
+    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=stream)  # type: ignore[arg-type]
+    live = Live(console=console, auto_refresh=False, transient=True)
+    live.start()
+    return live
 
 
 def axes_of(runs: list[Run]) -> list[str]:
