@@ -37,12 +37,13 @@ from sansac.environments import (
     env_factory,
     unvectorized,
 )
-from sansac.evaluation import Policy, evaluate, record_video
+from sansac.evaluation import Policy, evaluate
 from sansac.logger import Logger
 from sansac.plots import plot_learning_curve
 from sansac.progress import Progress
 from sansac.replay import Batch, ReplayBuffer
 from sansac.spiking import SpikingActor, backend_for
+from sansac.video import record_video
 
 # What a resumed run may change: how long, how often, where; never what is learned.
 CHANGEABLE = (
