@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ class Train:
 
       train           train, or go on with a run (--resume)
       evaluate RUN    mean return of a trained agent over seeded episodes
+      play RUN        a trained agent in a window
+      watch RUN       a run that is being trained, in the terminal or as a page (--serve)
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
       sweep           many runs: actors x seeds x any option, side by side, resumable
@@ -65,6 +68,21 @@ class Evaluate:
     """Film the first episode into RUN/videos/."""
     json: bool = False
     """Print one JSON object instead of a table."""
+
+
+@dataclass
+class Play:
+    """Watch a trained agent play in a window: the first episodes that evaluate runs with this seed.
+    Without a display, `evaluate RUN --video` films one instead."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    episodes: int = 5
+    """Episodes, each shown to its end; closing the window or Ctrl-C ends sooner."""
+    seed: int = 0
+    """Seed that the episodes' seeds are derived from."""
 
 
 @dataclass
@@ -190,21 +208,21 @@ def train(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     asked = parse(Evaluate, "evaluate", arguments)
     check_run(asked.run)
-    if asked.episodes < 1 or asked.seed < 0:
-        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
-
-    from rich.console import Console
-    from rich.progress import Progress
+    check_episodes(asked)
 
     from sansac.manager import Manager
+    from sansac.progress import Activity
 
     manager = Manager.load(asked.run, asked.checkpoint)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("evaluating", total=asked.episodes)
-        result = manager.evaluate(
-            asked.episodes, asked.seed, asked.stochastic, lambda _: progress.advance(task)
-        )
+    returns: list[float] = []
+    with Activity("evaluating") as activity:
+
+        def tell(episode_return: float) -> None:
+            returns.append(episode_return)
+            mean = sum(returns) / len(returns)
+            activity.tell(f"{len(returns)} of {asked.episodes} episodes, mean return {mean:.1f}")
+
+        result = manager.evaluate(asked.episodes, asked.seed, asked.stochastic, tell)
     if asked.video:
         path = asked.run / "videos" / f"evaluation-seed{asked.seed}.mp4"
         manager.record_video(path, asked.seed)
@@ -216,23 +234,47 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def play(arguments: Sequence[str]) -> int:
+    asked = parse(Play, "play", arguments)
+    check_run(asked.run)
+    check_episodes(asked)
+
+    from sansac.environments import has_display
+
+    instead = f"`python runner.py evaluate {asked.run} --video` films an episode instead"
+    if not has_display():
+        raise ConfigError(f"there is no display to open a window on; {instead}")
+
+    from sansac.manager import Manager
+
+    manager = Manager.load(asked.run, asked.checkpoint)
+    episodes = itertools.count()
+    try:
+        manager.play(
+            asked.episodes,
+            asked.seed,
+            lambda total: print(f"episode {next(episodes)}: return {total:.1f}", flush=True),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {instead}") from None
+    return 0
+
+
 def inspect(arguments: Sequence[str]) -> int:
     asked = parse(Inspect, "inspect", arguments)
     check_run(asked.run)
     if asked.seed < 0:
         raise ConfigError("--seed must be at least 0")
 
-    from rich.console import Console
-
     from sansac import inspection
     from sansac.manager import Manager
     from sansac.page import check_directory
+    from sansac.progress import Activity
 
     out = asked.out or asked.run / "inspection"
     check_directory(out, asked.overwrite)
     manager = Manager.load(asked.run, asked.checkpoint)
-    console = Console(stderr=True)
-    with console.status("inspecting") as status:
+    with Activity("inspecting") as activity:
         page, episode = inspection.inspect(
             manager,
             out,
@@ -241,7 +283,7 @@ def inspect(arguments: Sequence[str]) -> int:
             at=asked.at,
             neurons=asked.neurons,
             overwrite=asked.overwrite,
-            on_step=lambda what: status.update(f"inspecting: {what}"),
+            on_step=activity.tell,
         )
     if episode.no_frames:
         print(f"no frames: {episode.no_frames}", file=sys.stderr)
@@ -254,20 +296,19 @@ def compare(arguments: Sequence[str]) -> int:
     if not asked.runs:
         raise ConfigError("compare needs run directories, such as: compare runs/BipedalWalker-v3")
 
-    from rich.console import Console
-
     from sansac import compare as comparing
+    from sansac.progress import Activity
 
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     out = asked.out or Path("runs", "comparisons", stamp)
-    with Console(stderr=True).status("comparing") as status:
+    with Activity("comparing") as activity:
         comparison = comparing.compare(
             asked.runs,
             out,
             by=asked.by,
             threshold=asked.threshold,
             overwrite=asked.overwrite,
-            on_step=lambda what: status.update(f"comparing: {what}"),
+            on_step=activity.tell,
         )
     show_comparison(comparison)
     print(out)
@@ -300,6 +341,7 @@ def sweep(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
+    "play": play,
     "inspect": inspect,
     "compare": compare,
     "sweep": sweep,
@@ -315,6 +357,11 @@ def check_run(path: Path) -> None:
     """Raises ConfigError, before anything heavy is imported, where there is no such directory."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: give a run or an agent directory")
+
+
+def check_episodes(asked: Evaluate | Play) -> None:
+    if asked.episodes < 1 or asked.seed < 0:
+        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
 
 
 def show(result: dict[str, Any], kind: str = "deterministic") -> None:

@@ -36,6 +36,8 @@ from sansac.environments import (
     check_spaces,
     env_factory,
     unvectorized,
+    window_closed,
+    window_unseen,
 )
 from sansac.evaluation import Policy, evaluate
 from sansac.logger import Logger
@@ -340,6 +342,33 @@ class Manager:
             env.close()
             raise ConfigError('make_env: the environment\'s render_mode is not "rgb_array"')
         record_video(self.policy, env, seed, path)
+
+    def play(
+        self,
+        episodes: int = 5,
+        seed: int = 0,
+        on_episode: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Show the first evaluation episodes of `seed` in a window, until it is closed.
+
+        Raises ConfigError where no window opens.
+        """
+        env = env_factory(self.config, "human")()
+        try:
+            env.reset()  # opens the window
+            if window_unseen():
+                raise RuntimeError("the display does not answer")
+        except Exception as error:  # whatever the environment draws with
+            env.close()
+            raise ConfigError(f"no window opens: {error or type(error).__name__}") from None
+        evaluate(
+            self.policy,
+            lambda: env,
+            episodes=episodes,
+            seed=seed,
+            on_episode=on_episode,
+            should_stop=window_closed,
+        )
 
     def rendering_env(self) -> gym.Env:
         """A new environment that renders frames; a user's own is as `make_env` returns it.

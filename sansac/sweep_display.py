@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from sansac.progress import SafeStream, clock
+from sansac.progress import SafeStream, clock, takes_live
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -84,7 +84,7 @@ class Display:
     def __enter__(self) -> Self:
         for run in self.runs:
             self.look(run)
-        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        if takes_live(self._stream):
             from rich.console import Console
             from rich.live import Live
 
