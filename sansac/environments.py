@@ -93,17 +93,16 @@ def has_display() -> bool:
 def window_unseen() -> bool:
     """Whether pygame, which most environments draw with, fell back to a window in memory: it does
     where the display does not answer."""
-    pygame = sys.modules.get("pygame")
-    drawn = pygame is not None and pygame.display.get_init()
-    unasked = not os.environ.get("SDL_VIDEODRIVER")
-    return bool(drawn and unasked and pygame.display.get_driver() in ("offscreen", "dummy"))
+    pygame: Any = sys.modules.get("pygame")
+    if pygame is None or not pygame.display.get_init() or os.environ.get("SDL_VIDEODRIVER"):
+        return False
+    return pygame.display.get_driver() in ("offscreen", "dummy")
 
 
 def window_closed() -> bool:
     """Whether the window that pygame has opened was closed."""
-    pygame = sys.modules.get("pygame")
-    drawn = pygame is not None and pygame.display.get_init()
-    return bool(drawn and pygame.event.peek(pygame.QUIT))
+    pygame: Any = sys.modules.get("pygame")
+    return bool(pygame and pygame.display.get_init() and pygame.event.peek(pygame.QUIT))
 
 
 class ActionScale:
