@@ -394,7 +394,7 @@ def show_comparison(comparison: Comparison) -> None:
     console, (head, *rows) = Console(), comparison.table
     tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
               for i in range(0, len(rows), GROUPS)]  # fmt: skip
-    tables.append(("", comparison.improvement_table))
+    tables += [("", comparison.improvement_table), ("", comparison.cost_table)]
     tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
     for title, cells in tables:
         if cells:
