@@ -6,6 +6,7 @@ import argparse
 import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,39 @@ class Play:
     """Episodes, each shown to its end; closing the window or Ctrl-C ends sooner."""
     seed: int = 0
     """Seed that the episodes' seeds are derived from."""
+
+
+def _port(words: list[str]) -> int:
+    """`--serve` is any free port, `--serve 8000` that one."""
+    if not words:
+        return 0
+    if len(words) > 1 or not words[0].isdecimal() or int(words[0]) > 65535:
+        raise ValueError(f"expected a port, 1 to 65535, found {' '.join(words)!r}")
+    return int(words[0])
+
+
+Port = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[PORT]",
+        instance_from_str=_port,
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    ),
+]
+
+
+@dataclass
+class Watch:
+    """Follow a run that is being trained: step, ETA, returns, losses, temperature, firing rates,
+    throughput and GPU, in the terminal until the run ends, or as a page. The run is only read."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory."""
+    serve: Port = None
+    """Serve a read-only page on this machine alone (127.0.0.1), until Ctrl-C, at this port or at
+    any free one."""
 
 
 @dataclass
@@ -260,6 +294,25 @@ def play(arguments: Sequence[str]) -> int:
     return 0
 
 
+def watch(arguments: Sequence[str]) -> int:
+    asked = parse(Watch, "watch", arguments)
+    check_run(asked.run)
+    try:
+        if asked.serve is None:
+            from sansac.watch import watch
+
+            watch(asked.run)
+        else:
+            from sansac.watch_page import serve
+
+            serve(asked.run, asked.serve, lambda url: print(url, flush=True))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the lines has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def inspect(arguments: Sequence[str]) -> int:
     asked = parse(Inspect, "inspect", arguments)
     check_run(asked.run)
@@ -342,6 +395,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
     "play": play,
+    "watch": watch,
     "inspect": inspect,
     "compare": compare,
     "sweep": sweep,

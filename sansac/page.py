@@ -122,6 +122,17 @@ mark { background: color-mix(in srgb, var(--accent) 25%, transparent); color: in
   background: var(--paper); border: 1px solid var(--line); border-radius: 4px; font-size: 0.85rem;
   line-height: 1.35; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .hover > [hidden] { display: none; }
+.charts { display: grid; gap: 1.2rem 2rem; margin: 1.2rem 0 2rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
+.charts figure { margin: 0; min-width: 0; }
+.charts svg { display: block; width: 100%; height: auto; }
+.charts text { fill: var(--soft); font-size: 15px; }
+.charts .grid { stroke: var(--line); }
+.charts .line { fill: none; stroke-width: 2; }
+.charts .key { display: flex; flex-wrap: wrap; gap: 0 1.2rem; font-size: 0.85rem;
+  font-variant-numeric: tabular-nums; }
+progress { width: 100%; accent-color: var(--accent); }
+pre { overflow-x: auto; }
 .films { display: grid; gap: 1.2rem; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); }
 .films figure { margin: 0; max-width: 600px; }
 .films video { width: 100%; height: auto; display: block; background: #000; }
