@@ -147,8 +147,9 @@ class Watched:
         """The series of a panel, by tag, of those that were logged."""
         return {
             tag: points
+            for wanted in panel.tags
             for tag, points in self.series.items()
-            if tag in panel.tags or tag.rpartition("/")[0] + "/" in panel.tags
+            if tag == wanted or (wanted.endswith("/") and tag.startswith(wanted))
         }
 
     @property

@@ -268,7 +268,7 @@ def test_a_signal_ends_a_run_that_can_go_on(
     code, out, err = call("--resume", run)
     assert (code, out) == (2, "") and "in use by another process" in err
     process.send_signal(kind)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + kind
     assert out == f"{run}\n"
     assert f"go on with: python runner.py train --resume {run}" in err
@@ -290,7 +290,7 @@ def test_a_signal_to_the_whole_process_group_ends_a_run_cleanly(tmp_path: Path) 
     process = start("runner.py", *flags(forever), new_group=True)
     wait_for(lambda: (run / "checkpoints" / "last.pt").exists(), process)
     os.killpg(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (143, f"{run}\n")
     assert "Traceback" not in err
     assert read_record(run)["status"] == "interrupted"
@@ -465,7 +465,7 @@ def test_play_without_a_display_says_how_to_get_a_video(
     if display:
         monkeypatch.setenv("DISPLAY", display)
     process = start("runner.py", "play", str(run_dir))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
     assert "display" in err and f"`python runner.py evaluate {run_dir} --video` films" in err
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, start, tiny
+from conftest import INTERRUPTIBLE, ROOT, start, tiny
 from rich.console import Console
 
 import runner
@@ -211,7 +211,7 @@ def test_a_training_run_is_followed_to_its_end(tmp_path: Path) -> None:
     manager = Manager(config)
     manager.run_dir = run_dir
     result = manager.train()
-    out, err = watcher.communicate(timeout=60)
+    out, err = watcher.communicate(timeout=120)
     assert (watcher.returncode, err) == (0, "")
     assert f"final return {result['return_mean']:.1f}" in out.splitlines()[-1]
     assert "step 160 of 160" in out.splitlines()[-1]
@@ -219,11 +219,11 @@ def test_a_training_run_is_followed_to_its_end(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_with_130_and_a_closed_pipe_quietly(run_dir: Path) -> None:
     log(run_dir, {})
-    process = start("runner.py", "watch", str(run_dir), new_group=True)
+    process = start("-c", INTERRUPTIBLE, "watch", str(run_dir), new_group=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run: ")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "")
     end(run_dir)
     command = f"'{sys.executable}' runner.py watch '{run_dir}' | true; echo ${{PIPESTATUS[0]}}"

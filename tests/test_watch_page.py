@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import start, tiny
+from conftest import INTERRUPTIBLE, start, tiny
 
 import runner
 from sansac.checkpoint import write_config, write_record
@@ -144,14 +144,16 @@ def test_an_interrupt_ends_the_page_with_130(run_dir: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = start("runner.py", "watch", str(run_dir), "--serve", str(port), new_group=True)
+    process = start(
+        "-c", INTERRUPTIBLE, "watch", str(run_dir), "--serve", str(port), new_group=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == f"http://127.0.0.1:{port}/\n"
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("GET", "/metrics.json")
     assert connection.getresponse().status == 200
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "")
 
 
