@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,8 @@ class Train:
 
       train           train, or go on with a run (--resume)
       evaluate RUN    mean return of a trained agent over seeded episodes
+      play RUN        a trained agent in a window
+      watch RUN       a run that is being trained, in the terminal or as a page (--serve)
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
       sweep           many runs: actors x seeds x any option, side by side, resumable
@@ -77,6 +81,54 @@ class Evaluate:
     """Film the first episode into RUN/videos/."""
     json: bool = False
     """Print one JSON object instead of a table."""
+
+
+@dataclass
+class Play:
+    """Watch a trained agent play in a window: the first episodes that evaluate runs with this seed.
+    Without a display, `evaluate RUN --video` films one instead."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    episodes: int = 5
+    """Episodes, each shown to its end; closing the window or Ctrl-C ends sooner."""
+    seed: int = 0
+    """Seed that the episodes' seeds are derived from."""
+
+
+def _port(words: list[str]) -> int:
+    """`--serve` is any free port, `--serve 8000` that one."""
+    if not words:
+        return 0
+    if len(words) > 1 or not words[0].isdecimal() or int(words[0]) > 65535:
+        raise ValueError(f"expected a port, 1 to 65535, found {' '.join(words)!r}")
+    return int(words[0])
+
+
+Port = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[PORT]",
+        instance_from_str=_port,
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    ),
+]
+
+
+@dataclass
+class Watch:
+    """Follow a run that is being trained: step, ETA, returns, losses, temperature, firing rates,
+    throughput and GPU, in the terminal until the run ends, or as a page. The run is only read."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory."""
+    serve: Port = None
+    """Serve a read-only page on this machine alone (127.0.0.1), until Ctrl-C, at this port or at
+    any free one."""
 
 
 @dataclass
@@ -293,21 +345,21 @@ def train(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     asked = parse(Evaluate, "evaluate", arguments)
     check_run(asked.run)
-    if asked.episodes < 1 or asked.seed < 0:
-        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
-
-    from rich.console import Console
-    from rich.progress import Progress
+    check_episodes(asked)
 
     from sansac.manager import Manager
+    from sansac.progress import Activity
 
     manager = Manager.load(asked.run, asked.checkpoint)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("evaluating", total=asked.episodes)
-        result = manager.evaluate(
-            asked.episodes, asked.seed, asked.stochastic, lambda _: progress.advance(task)
-        )
+    returns: list[float] = []
+    with Activity("evaluating") as activity:
+
+        def tell(episode_return: float) -> None:
+            returns.append(episode_return)
+            mean = sum(returns) / len(returns)
+            activity.tell(f"{len(returns)} of {asked.episodes} episodes, mean return {mean:.1f}")
+
+        result = manager.evaluate(asked.episodes, asked.seed, asked.stochastic, tell)
     if asked.video:
         path = asked.run / "videos" / f"evaluation-seed{asked.seed}.mp4"
         manager.record_video(path, asked.seed)
@@ -319,23 +371,66 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def play(arguments: Sequence[str]) -> int:
+    asked = parse(Play, "play", arguments)
+    check_run(asked.run)
+    check_episodes(asked)
+
+    from sansac.environments import has_display
+
+    instead = f"`python runner.py evaluate {asked.run} --video` films an episode instead"
+    if not has_display():
+        raise ConfigError(f"there is no display to open a window on; {instead}")
+
+    from sansac.manager import Manager
+
+    manager = Manager.load(asked.run, asked.checkpoint)
+    episodes = itertools.count()
+    try:
+        manager.play(
+            asked.episodes,
+            asked.seed,
+            lambda total: print(f"episode {next(episodes)}: return {total:.1f}", flush=True),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {instead}") from None
+    return 0
+
+
+def watch(arguments: Sequence[str]) -> int:
+    asked = parse(Watch, "watch", arguments)
+    check_run(asked.run)
+    try:
+        if asked.serve is None:
+            from sansac.watch import watch
+
+            watch(asked.run)
+        else:
+            from sansac.watch_page import serve
+
+            serve(asked.run, asked.serve, lambda url: print(url, flush=True))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the lines has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def inspect(arguments: Sequence[str]) -> int:
     asked = parse(Inspect, "inspect", arguments)
     check_run(asked.run)
     if asked.seed < 0:
         raise ConfigError("--seed must be at least 0")
 
-    from rich.console import Console
-
     from sansac import inspection
     from sansac.manager import Manager
     from sansac.page import check_directory
+    from sansac.progress import Activity
 
     out = asked.out or asked.run / "inspection"
     check_directory(out, asked.overwrite)
     manager = Manager.load(asked.run, asked.checkpoint)
-    console = Console(stderr=True)
-    with console.status("inspecting") as status:
+    with Activity("inspecting") as activity:
         page, episode = inspection.inspect(
             manager,
             out,
@@ -344,7 +439,7 @@ def inspect(arguments: Sequence[str]) -> int:
             at=asked.at,
             neurons=asked.neurons,
             overwrite=asked.overwrite,
-            on_step=lambda what: status.update(f"inspecting: {what}"),
+            on_step=activity.tell,
         )
     if episode.no_frames:
         print(f"no frames: {episode.no_frames}", file=sys.stderr)
@@ -357,20 +452,19 @@ def compare(arguments: Sequence[str]) -> int:
     if not asked.runs:
         raise ConfigError("compare needs run directories, such as: compare runs/BipedalWalker-v3")
 
-    from rich.console import Console
-
     from sansac import compare as comparing
+    from sansac.progress import Activity
 
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     out = asked.out or Path("runs", "comparisons", stamp)
-    with Console(stderr=True).status("comparing") as status:
+    with Activity("comparing") as activity:
         comparison = comparing.compare(
             asked.runs,
             out,
             by=asked.by,
             threshold=asked.threshold,
             overwrite=asked.overwrite,
-            on_step=lambda what: status.update(f"comparing: {what}"),
+            on_step=activity.tell,
         )
     show_comparison(comparison)
     print(out)
@@ -484,6 +578,8 @@ PROBES: dict[str, Callable[[Sequence[str]], int]] = {"lr-range": lr_range, "opti
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
+    "play": play,
+    "watch": watch,
     "inspect": inspect,
     "compare": compare,
     "sweep": sweep,
@@ -500,6 +596,11 @@ def check_run(path: Path) -> None:
     """Raises ConfigError, before anything heavy is imported, where there is no such directory."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: give a run or an agent directory")
+
+
+def check_episodes(asked: Evaluate | Play) -> None:
+    if asked.episodes < 1 or asked.seed < 0:
+        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
 
 
 def show(result: dict[str, Any], kind: str = "deterministic") -> None:
@@ -532,7 +633,7 @@ def show_comparison(comparison: Comparison) -> None:
     console, (head, *rows) = Console(), comparison.table
     tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
               for i in range(0, len(rows), GROUPS)]  # fmt: skip
-    tables.append(("", comparison.improvement_table))
+    tables += [("", comparison.improvement_table), ("", comparison.cost_table)]
     tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
     for title, cells in tables:
         if cells:

@@ -245,7 +245,7 @@ def read_metrics(path: Path) -> list[Row]:
     rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            row = _parse(line)
+            row = parse_row(line)
             if row is not None:
                 rows.append({k: math.nan if v is None else v for k, v in row.items()})
             elif line.endswith(b"\n"):
@@ -258,7 +258,7 @@ def cut_metrics(path: Path, step: int) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with open(path, "rb") as old, open(temporary, "wb") as new:
         for line in old:
-            row = _parse(line)
+            row = parse_row(line)
             if row is not None and row["step"] <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
         new.flush()
@@ -269,11 +269,11 @@ def cut_metrics(path: Path, step: int) -> None:
 def last_value(path: Path, tag: str) -> float:
     """The last value logged under a tag, or 0."""
     with open(path, "rb") as file:
-        rows = [row for line in file if tag.encode() in line and (row := _parse(line))]
+        rows = [row for line in file if tag.encode() in line and (row := parse_row(line))]
     return next((row[tag] for row in reversed(rows) if row.get(tag) is not None), 0.0)
 
 
-def _parse(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
     """A line as a row, or None where it is none."""
     try:
         row = json.loads(line)

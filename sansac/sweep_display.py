@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from sansac.progress import SafeStream, clock
+from sansac.progress import SafeStream, clock, takes_live
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -178,7 +178,7 @@ class Display:
 
 def start_live(stream: SafeStream) -> Live | None:
     """A live display that its owner draws, or None where the stream is no terminal."""
-    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    if not takes_live(stream):
         return None
     from rich.console import Console
     from rich.live import Live

@@ -158,6 +158,15 @@ def comparable(run_dir: Path) -> dict[str, Any]:
     return {"state": state, "best": best["algorithm"], "rows": kept}
 
 
+# runner.py for `python -c`, where this process may have been told to ignore interrupts.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import runner
+sys.exit(runner.main(sys.argv[1:]))
+"""
+
+
 def start(*words: str, new_group: bool = False) -> subprocess.Popen[str]:
     """A Python process of its own, if wanted in a process group of its own, with sansac on its
     path."""
