@@ -652,7 +652,8 @@ def preset_text(search: Search, trial: FrozenTrial, space: Space) -> str:
     config = search.config(settings_of(trial, space))
     usual = resolve(preset_for(config.env), {"env": config.env}).dump()
     mine, layer = config.dump(), {"env": config.env, "san": config.san}
-    for name in fields():
+    read = [name for name in fields() if config.san or not name.startswith("spiking.")]
+    for name in read:
         if name not in INCIDENTAL and value(mine, name) != value(usual, name):
             layer = merge(layer, nest(name, value(mine, name)))
     seeds = "1 seed" if len(search.seeds) == 1 else f"{len(search.seeds)} seeds"
