@@ -416,7 +416,7 @@ class Tuner:
                         job.process.wait()
         if self.signals:
             return 128 + self.signals[0]
-        return 0 if finished(self.study) else 1
+        return int(bool(self.let_go) or not finished(self.study))
 
     def _tick(self) -> bool:
         """Take note of what happened, begin what can begin; whether there is more to wait for."""
@@ -433,11 +433,12 @@ class Tuner:
         with locked(self.out, wait=True):
             trials = self.study.get_trials(deepcopy=False)
             left = [trial for trial in trials if self._left(trial)]
+            begun = sum(trial.state != TrialState.WAITING for trial in trials)
             if left:
                 trial = optuna.Trial(self.study, left[0]._trial_id)
-            elif sum(t.state != TrialState.WAITING for t in trials) < self.search.trials:
+            elif begun < self.search.trials:
                 # A stream for each trial: a search that was stopped proposes what it would have.
-                seed = (self.search.base["seed"] * 1_000_003 + len(trials)) % 2**32
+                seed = (self.search.base["seed"] * 1_000_003 + begun) % 2**32
                 self.study.sampler = optuna.samplers.TPESampler(seed=seed)
                 trial = self.study.ask()
             else:
@@ -485,8 +486,9 @@ class Tuner:
             score = float(np.mean(scores)) if state == TrialState.COMPLETE else None
             self.study.tell(job.trial, score, state)
             write_results(self.out, self.search, self.study)
-        for run in job.runs:
-            drop_buffers(self.out / run.directory)
+        if state != TrialState.FAIL:
+            for run in job.runs:
+                drop_buffers(self.out / run.directory)
         self.jobs.pop(job.trial.number, None)
         job.lock.close()
         text = f"trial {job.trial.number} {STATES[state]}"
@@ -614,7 +616,7 @@ def texts(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def drop_buffers(run_dir: Path) -> None:
-    """Of a trial that is over, best.pt stays: replay buffers of all trials would fill a disk."""
+    """Of a trial that is done, best.pt stays: replay buffers of all trials would fill a disk."""
     for name in ("last", "previous"):
         (run_dir / "checkpoints" / f"{name}.pt").unlink(missing_ok=True)
 
@@ -650,7 +652,8 @@ def preset_text(search: Search, trial: FrozenTrial, space: Space) -> str:
     config = search.config(settings_of(trial, space))
     usual = resolve(preset_for(config.env), {"env": config.env}).dump()
     mine, layer = config.dump(), {"env": config.env, "san": config.san}
-    for name in fields():
+    read = [name for name in fields() if config.san or not name.startswith("spiking.")]
+    for name in read:
         if name not in INCIDENTAL and value(mine, name) != value(usual, name):
             layer = merge(layer, nest(name, value(mine, name)))
     seeds = "1 seed" if len(search.seeds) == 1 else f"{len(search.seeds)} seeds"
@@ -678,8 +681,9 @@ def report(out: Path, search: Search, study: optuna.Study) -> None:
 
     trials, space = study.get_trials(deepcopy=False), parse_space(search.space)
     best = finished(study)
-    if best:
+    with locked(out, wait=True):
         write_results(out, search, study)
+    if best:
         history = [(t.number, t.value, STATES[t.state]) for t in trials if t.value is not None]
         plot_history(history, search.title, out / "history.png")
         if shares := importances(study):
@@ -701,6 +705,8 @@ def report(out: Path, search: Search, study: optuna.Study) -> None:
         print(f"go on with: python runner.py tune --out {out}", file=sys.stderr)
     if best:
         print(f"best: python runner.py train --config {out / 'best.yaml'}", file=sys.stderr)
+    elif over == search.trials:
+        print("no trial finished: there is no best", file=sys.stderr)
     print(out)
 
 

@@ -243,12 +243,12 @@ def test_the_best_of_a_search_is_a_preset(
     layer = load_yaml(out / "best.yaml")
     taken = resolve(preset_for("Pendulum-v1"), layer)
     assert taken.learning.tau == float(best["learning.tau"])
-    same = {"seed", "name", "runs_dir", "threads", "video", "wandb"}
+    same = {"seed", "name", "runs_dir", "threads", "video", "wandb", "spiking"}
     tried = resolve(load_yaml(out / "trials" / best["trial"] / "s0.yaml"))
     assert taken.model_dump(exclude=same) == tried.model_dump(exclude=same)
     assert "spiking" not in layer and "video" not in layer and "seed" not in layer
     for name in ("history.png", "importances.png"):
-        assert Image.open(out / name).size[0] > 500 or name == "importances.png"
+        assert Image.open(out / name).size[0] > 500
     assert stand_in["starts"][:3] == ["trial0-s0", "trial0-s1", "trial1-s0"]
 
 
@@ -283,24 +283,18 @@ def test_another_configuration_is_refused_by_name(
 def test_a_trial_behind_its_median_is_pruned(
     call: Call, tmp_path: Path, words: list[str], stand_in: dict[str, Any]
 ) -> None:
-    stand_in["mode"] = "slow"
-    words += ["--trials", "12", "--eval-every", "40"]
-    code, _, _ = call(*words[:2], "--no-prune", *words[2:], "--trials", "1")
-    assert code == 0
-    stand_in["mode"] = "plain"
-    assert call("--out", tmp_path / "search", "--trials", "5")[0] == 0
-    before = {row["trial"] for row in trials(tmp_path / "search")}
-    search = json.loads((tmp_path / "search" / "search.json").read_text())
-    (tmp_path / "search" / "search.json").write_text(json.dumps(search | {"prune": True}))
+    words += ["--eval-every", "40"]
+    assert call(*words, "--trials", "5")[0] == 0  # fewer are no ground to prune on
     stand_in["mode"] = "slow"
     code, _, err = call("--out", tmp_path / "search", "--trials", "12", "--workers", "1")
     assert code == 0, err
     rows = trials(tmp_path / "search")
-    median = sorted(float(r["score"]) for r in rows if r["trial"] in before)[2]
-    later = [row for row in rows if row["trial"] not in before]
-    assert {row["state"] for row in later} == {"finished", "pruned"}
-    assert all(float(row["score"]) < median + 1e-9 for row in later if row["state"] == "pruned")
-    assert re.search(r"\d+ pruned", err)
+    pruned = [int(row["trial"]) for row in rows if row["state"] == "pruned"]
+    assert pruned and min(pruned) >= 5 and f"{len(pruned)} pruned" in err
+    for number in pruned:
+        before = [float(row["score"]) for row in rows[:number] if row["state"] == "finished"]
+        assert float(rows[number]["score"]) < np.median(before)
+        assert rows[number]["return_s0"] == ""
 
 
 def test_a_failed_trial_is_reported_and_kills_nothing(
