@@ -49,6 +49,7 @@ class Train:
       compare RUN...  groups of runs: statistics, figures, tables and a page
       sweep           many runs: actors x seeds x any option, side by side, resumable
       tune            search for better options; tune lr-range, tune optimizers: short tests
+      sync RUN...     runs that are on disk, sent to wandb
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -170,6 +171,25 @@ class Compare:
     """Write into a directory that is not empty."""
 
 
+def address(words: list[str]) -> str:
+    """`[]` -> `"local"`: the cluster that --ray without a word means."""
+    if len(words) > 1:
+        raise ValueError(f"expected one address at most, found {' '.join(words)}")
+    return words[0] if words else "local"
+
+
+Address = Annotated[
+    str | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[ADDRESS]",
+        instance_from_str=address,
+        is_instance=lambda value: value is None or isinstance(value, str),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+
+
 @dataclass
 class Sweep:
     """Train many agents side by side: every combination of the axes is a run of its own,
@@ -189,9 +209,17 @@ class Sweep:
     """More axes: an option and its values (YAML), such as spiking.time-steps=1,2,4, or presets,
     such as config=configs/popsan.yaml,configs/plain_lif.yaml. Several make a product."""
     workers: int | None = None
-    """Runs at a time; none: one a core. Cores are shared out among them as --threads."""
+    """Runs at a time; none: one a core, on a cluster all. Cores are shared out among them as
+    --threads."""
     retry: bool = False
     """Run failed runs again."""
+    ray: Address = None
+    """Run on a Ray cluster, the one at ADDRESS (host:port, or auto for the one that this machine is
+    part of); without ADDRESS, on a Ray of this machine's own that listens on 127.0.0.1 alone."""
+    slurm: bool = False
+    """Run nothing; print the script of a Slurm array job that runs what is left, for sbatch."""
+    task: int | None = None
+    """Run this one of the sweep's runs, counted from 0, as the tasks of that array job do."""
     config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Presets laid over the environment's own, later over earlier."""
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -286,6 +314,16 @@ class Optimizers:
     config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Presets laid over the environment's own, later over earlier."""
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class Sync:
+    """Send runs to wandb, one wandb run each, however often they were resumed: their metrics, their
+    videos and the best agent. Called again, it sends what is new. With WANDB_MODE=offline it writes
+    what `wandb sync` uploads from elsewhere."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
+    """Run directories, directories that hold some anywhere below, or globs."""
 
 
 def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
@@ -474,23 +512,35 @@ def compare(arguments: Sequence[str]) -> int:
 def sweep(arguments: Sequence[str]) -> int:
     base = defaults(look_ahead(arguments))
     with incomplete():  # an axis may put a contradiction right
-        asked = parse(Sweep, "sweep", arguments, default=Sweep(
+        command = parse(Sweep, "sweep", arguments, default=Sweep(
             out=tyro.MISSING, options=partial(base)
         ))  # fmt: skip
-    if asked.workers is not None and asked.workers < 1:
+    if command.workers is not None and command.workers < 1:
         raise ConfigError("--workers must be at least 1")
+    if (command.ray is not None) + command.slurm + (command.task is not None) > 1:
+        raise ConfigError("--ray, --slurm and --task exclude each other: choose one")
 
-    from sansac import sweep
+    from sansac import cluster, sweep
 
-    files = merge(*(load_yaml(path) for path in asked.config))
-    grid = [word for words in asked.grid for word in words]
-    axes = sweep.parse_axes(asked.actors, asked.seeds, grid)
-    options = sweep.given(arguments, asked.options)
-    code, runs = sweep.sweep(
-        asked.out, sweep.Asked(files, options, axes), asked.workers, asked.retry
-    )
-    sweep.report(asked.out, runs)
-    print(asked.out)
+    files = merge(*(load_yaml(path) for path in command.config))
+    grid = [word for words in command.grid for word in words]
+    axes = sweep.parse_axes(command.actors, command.seeds, grid)
+    asked = sweep.Asked(files, sweep.given(arguments, command.options), axes)
+    out, workers, retry = command.out, command.workers, command.retry
+    if command.task is not None:
+        if asked or workers or retry:
+            raise ConfigError("--task takes --out and nothing else: the sweep has all that it runs")
+        cluster.become(out, command.task)
+    if command.slurm:
+        script, runs = cluster.array_job(out, asked, workers, retry)
+        print(sweep.Display(out, runs).text() + ("" if script else ": nothing is left to run"),
+              file=sys.stderr)  # fmt: skip
+        print(script, end="")
+        return 0
+    engine = cluster.connected(command.ray) if command.ray else None
+    code, runs = sweep.sweep(out, asked, workers, retry, engine)
+    sweep.report(out, runs)
+    print(out)
     return code
 
 
@@ -575,6 +625,34 @@ def parse_probe(kind: type, name: str, arguments: Sequence[str]) -> tuple[Any, P
 
 
 PROBES: dict[str, Callable[[Sequence[str]], int]] = {"lr-range": lr_range, "optimizers": optimizers}
+
+
+def sync(arguments: Sequence[str]) -> int:
+    asked = parse(Sync, "sync", arguments)
+    if not asked.runs:
+        raise ConfigError("sync needs run directories, such as: sync runs/BipedalWalker-v3")
+
+    from sansac import sync
+
+    mode = sync.wandb_mode()
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sansac.compare import read_runs
+
+    runs = read_runs(asked.runs)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("sending", total=sum(len(run.rows) for run in runs))
+        sent = 0
+        for run in runs:
+            done = sync.sync(run, mode, lambda: progress.advance(task))
+            sent += len(run.rows)
+            progress.update(task, completed=sent)
+            print(f"{run.path}: {done}", flush=True)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
@@ -584,6 +662,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare,
     "sweep": sweep,
     "tune": tune,
+    "sync": sync,
 }
 
 
@@ -673,8 +752,9 @@ def main(arguments: Sequence[str]) -> int:
     except (RuntimeError, FloatingPointError) as error:
         from sansac.checkpoint import CheckpointError
         from sansac.environments import NonFiniteError, WorkerError
+        from sansac.sync import SyncError
 
-        if isinstance(error, (CheckpointError, NonFiniteError, WorkerError)):
+        if isinstance(error, (CheckpointError, NonFiniteError, SyncError, WorkerError)):
             fail(str(error), 1)
         raise
 
