@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.kernels import act, seconds_a_call
 from sansac import kernels
 from sansac.algorithm import SAC
-from sansac.config import Config, load_yaml, resolve
+from sansac.config import Config, load_yaml, preset_for, resolve
 from sansac.logger import read_metrics
 from sansac.manager import Manager
 from sansac.replay import ReplayBuffer
@@ -240,6 +241,38 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def without(target: str, plain: Any, make: Callable[[Setup], Turn]) -> Callable[[Setup], Turn]:
+    """A contender with `plain` in the place of what makes it faster."""
+
+    def made(setup: Setup) -> Turn:
+        with patch(target, plain):
+            turn = make(setup)
+
+        def patched() -> dict[str, float]:
+            with patch(target, plain):
+                return turn()
+
+        return patched
+
+    return made
+
+
+def plain_adam(groups: Iterable[tuple[Iterable[Tensor], float]]) -> torch.optim.Adam:
+    settings = [{"params": list(p), "lr": rate, "initial_lr": rate} for p, rate in groups]
+    return torch.optim.Adam(settings, fused=True)
+
+
+@torch.no_grad()
+def plain_polyak(target: list[Tensor], online: list[Tensor], tau: float) -> None:
+    for slow, fast in zip(target, online, strict=True):
+        slow.lerp_(fast, tau)
+
+
+def plain_norm_relu(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    normed = torch.nn.functional.layer_norm(x, x.shape[-1:])
+    return torch.relu(torch.addcmul(bias, normed, gain))
+
+
 # -- peers -------------------------------------------------------------------------------------
 
 
@@ -442,6 +475,7 @@ def stack(name: str) -> dict[str, Any]:
     return load_yaml(Path(name))
 
 
+PRESET = preset_for(ENV)
 BFLOAT16 = {"learning": {"precision": "bfloat16"}}
 SILENT = {"wandb": "disabled", "log_every": 10**9}
 
@@ -461,6 +495,15 @@ FAMILIES: dict[str, dict[str, Callable[[Setup], Turn]]] = {
         },
         **{name: update(stack(name)) for name in STACKS},
         **{f"{name} products": products(stack(name)) for name in STACKS},
+        "preset": update(PRESET),
+        "preset, spiking": update(PRESET, {"san": True}),
+        "preset, Adam": without("sansac.algorithm.Adam", plain_adam, update(PRESET)),
+        "preset, averaging": without("sansac.algorithm.polyak", plain_polyak, update(PRESET)),
+        "preset, LayerNorm": without("sansac.kernels.norm_relu", plain_norm_relu, update(PRESET)),
+        "preset, quantiles": without(
+            "sansac.kernels.quantile_huber", lambda *_: None, update(PRESET)
+        ),
+        "preset, neurons": update(PRESET, {"san": True, "spiking": {"backend": "torch"}}),
         "dense launches": launches(),
         "spiking launches": launches(spiking(2, "shared")),
     },
@@ -472,6 +515,15 @@ FAMILIES: dict[str, dict[str, Callable[[Setup], Turn]]] = {
         "SBX learn": peer_learn("sbx"),
     },
     "collecting": {"collecting": collecting, "bare environments": bare},
-    "acting": {"dense action": acting(False), "spiking action": acting(True)},
+    "acting": {
+        "dense action": acting(False),
+        "spiking action": acting(True),
+        "dense action, torch": without(
+            "sansac.evaluation.Policy._fused", lambda _: None, acting(False)
+        ),
+        "spiking action, torch": without(
+            "sansac.evaluation.Policy._fused", lambda _: None, acting(True)
+        ),
+    },
     "memory": {"memory": memory},
 }

@@ -85,6 +85,13 @@ def speed(name: str, of: str, to: str, **more: Any) -> Row:
     return Row(name, f"steps/s of {of}, in those of {to}", (of, "steps/s"), (to, "steps/s"), **more)
 
 
+def ablation(name: str, plain: str, of: str, to: str = "preset") -> Row:
+    what = (
+        f"time of the preset's {'spiking ' if 'spiking' in to else ''}update with {plain}, in ours"
+    )
+    return ratio(f"without-{name}", what, of, to)
+
+
 BOTH = (  # on a CPU and on a GPU
     ratio("update", "speed of a dense update, in SB3's train(1)", "SB3 train(1)", "dense",
           target=3.0),
@@ -131,6 +138,16 @@ CPU = (
         target=700.0, at_most=True, unit="MB"),
     Row("growth", "what it grew by once the buffer was full", ("memory", "growth"), target=10.0,
         at_most=True, unit="MB"),
+    ratio("preset-spiking", "time of the preset's spiking update, in its dense ones",
+          "preset, spiking", "preset"),
+    ablation("adam", "torch's own fused Adam", "preset, Adam"),
+    ablation("averaging", "averages tensor by tensor", "preset, averaging"),
+    ablation("layer-norm", "LayerNorm and ReLU in torch", "preset, LayerNorm"),
+    ablation("quantile-loss", "the quantile loss in torch", "preset, quantiles"),
+    ablation("neurons", "neurons in torch", "preset, neurons", "preset, spiking"),
+    *(Row(f"without-{actor}-action", f"time of one action, {actor}, with torch, in ours",
+          (f"{actor} action, torch", "p50"), (f"{actor} action", "p50"))
+      for actor in ("dense", "spiking")),
 )  # fmt: skip
 
 CUDA = (
