@@ -362,6 +362,8 @@ def run(config: Config, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(Terminal()):
         manager = Watched(resolve(config.dump(), {"runs_dir": directory}))
         manager.train()
+    if manager.interrupted:  # the manager took the signal for itself
+        raise KeyboardInterrupt
     last = manager.notes[-1]
     first = next(note for note in manager.notes if note[0] >= last[0] - steps)
     passed, wall, cpu, working = (b - a for a, b in zip(first, last, strict=True))
@@ -373,7 +375,7 @@ def running(steps: int, setup: Setup, *layers: dict[str, Any]) -> Turn:
     start = setup.batch + 8 * setup.environments
     length = {
         "num_envs": setup.environments,
-        "total_steps": start + 16 * setup.environments + steps,
+        "total_steps": start + 4 * setup.environments + steps,
         "learning": {"learning_starts": start},
         "eval_every": 0,
         "final_episodes": 1,

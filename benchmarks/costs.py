@@ -17,7 +17,7 @@ from benchmarks.contenders import Setup, Turn, running, update, updater
 from benchmarks.kernels import take_turns
 from sansac.plots import COLORS
 
-ROUNDS = 5
+ROUNDS = {"us": 5, "steps/s": 3}  # of calls, of whole runs
 DENSE: dict[str, Any] = {}
 SPIKING: dict[str, Any] = {"san": True}
 
@@ -81,7 +81,7 @@ def measure(setup: Setup, quick: bool) -> dict[str, Any]:
             for value in values
             for actor, layer in curve.actors.items()
         }
-        rounds = take_turns(turns, 1 if quick else ROUNDS)
+        rounds = take_turns(turns, 1 if quick else ROUNDS[curve.number])
         results[name] = {actor: [] for actor in curve.actors}
         for (actor, value), measured in rounds.items():
             median = statistics.median(turn[curve.number] for turn in measured)
