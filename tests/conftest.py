@@ -276,7 +276,7 @@ class FakeWandb(ModuleType):
 
 
 @pytest.fixture
-def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+def fake_wandb(no_account: None, monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_API_KEY", KEY)

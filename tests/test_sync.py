@@ -42,7 +42,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(no_account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
@@ -81,8 +81,8 @@ def test_a_run_is_replayed_as_it_would_have_been_recorded(call: Call, tmp_path: 
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 400, "updates": null, "time": 50.0}\n{"step": 400, "upda')
     video(run)
-    code, out, _ = call(run)
-    assert code == 0
+    code, out, err = call(run)
+    assert code == 0, err
     assert out.startswith(f"{run}: 7 rows, videos/step-160.mp4 sent to {run / 'wandb'} ")
     records = wandb_records(run)
     assert wandb_rows(records) == [*rows, {"step": 400, "updates": "NaN", "time": 50}]
@@ -117,8 +117,8 @@ def test_a_second_sync_sends_what_is_new_and_a_third_nothing(call: Call, tmp_pat
     code, out, _ = call(run)
     assert out.startswith(f"{run}: 5 rows, videos/step-160.mp4, checkpoints/best.pt sent")
     (new,) = set(offline_runs(run)) - set(first)
-    (earlier,) = first
-    assert new.name.rpartition("-")[2] == earlier.name.rpartition("-")[2]
+    remote = (run / "wandb" / "run-id").read_text().strip()
+    assert all(f"-{remote}" in path.name for path in (*first, new))
     before = sorted(run.rglob("*"))
     for path in first:  # what is left is the second part
         path.rename(tmp_path / path.name)
