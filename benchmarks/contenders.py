@@ -169,19 +169,20 @@ def product_calls(setup: Setup, *layers: dict[str, Any]) -> list[Callable[[], ob
         call()
     memory: dict[Any, Tensor] = {}
 
-    def tensor(shape: tuple[int, ...], stride: tuple[int, ...], role: int) -> Tensor:
-        if (shape, stride, role) not in memory:
+    def operand(role: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        if (role, shape, stride) not in memory:
             size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
             base = torch.randn(size, device=setup.device)
-            memory[shape, stride, role] = base.as_strided(shape, stride)
-        return memory[shape, stride, role]
+            memory[role, shape, stride] = base.as_strided(shape, stride)
+        return memory[role, shape, stride]
 
-    calls = []
+    calls: list[Callable[[], object]] = []
     for left, right in noted.operands:
-        a, b = tensor(*left, 0), tensor(*right, 1)
+        a, b = operand("left", *left), operand("right", *right)
         result = a @ b
-        out = tensor(tuple(result.shape), result.stride(), 2)
-        calls.append(partial(torch.mm if a.dim() == 2 else torch.bmm, a, b, out=out))
+        out = operand("result", tuple(result.shape), result.stride())
+        multiply: Callable[..., Tensor] = torch.mm if a.dim() == 2 else torch.bmm
+        calls.append(partial(multiply, a, b, out=out))
     return calls
 
 

@@ -33,7 +33,8 @@ from sansac.config import Actor, Config, Spiking
 from sansac.environments import ActionScale
 from sansac.evaluation import Policy
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 WIDTH = 256
 BATCHES = (1, 16, 256, 2048, 8192)
 STEPS = (1, 5, 16)
