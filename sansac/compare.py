@@ -353,6 +353,8 @@ def curve(group: Group, axis: str) -> Curve:
     known = [last_of_each(line[axis], line["return"]) for line in lines]
     grid = np.unique(np.concatenate([x for x, _ in known]))
     grid = grid[(grid >= max(x[0] for x, _ in known)) & (grid <= min(x[-1] for x, _ in known))]
+    if not len(grid):  # one evaluation each, after different times
+        return Curve(*np.empty((4, 0)))
     if len(grid) > POINTS:
         grid = np.linspace(grid[0], grid[-1], POINTS)
     curves = np.stack([np.interp(grid, x, y) for x, y in known])

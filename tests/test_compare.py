@@ -197,6 +197,16 @@ def test_a_curve_is_the_interquartile_mean_where_all_finished_seeds_have_been(
     assert list(curve(group, "updates").x) == [20, 30, 40]
 
 
+def test_runs_evaluated_at_different_times_alone_have_no_common_curve(
+    make: Make, tmp_path: Path
+) -> None:
+    make("d0", evaluations=[(40, 1.0)], seed=0)
+    make("d1", evaluations=[(80, 2.0)], seed=1)
+    comparison = compare([tmp_path], tmp_path / "out")
+    assert not len(comparison.curves["step"]["dense"].x)
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_group_with_nothing_finished_shows_how_far_it_is(make: Make, tmp_path: Path) -> None:
     make("one", evaluations=[(80, 4.0)], record={"status": "running", "final": {}})
