@@ -85,7 +85,7 @@ def rasters(band: np.ndarray) -> list[np.ndarray]:
     return [spikes[block[0] : block[-1] + 1] for block in blocks]
 
 
-@pytest.mark.parametrize(("steps", "width", "shown"), [(5, 640, 5), (90, 340, 54)])
+@pytest.mark.parametrize(("steps", "width", "shown"), [(40, 640, 40), (90, 340, 54)])
 def test_every_spike_of_the_recent_steps_is_there(steps: int, width: int, shown: int) -> None:
     """Against the actor's own traces; the newest spikes are at the right."""
     manager = agent(san=True, actor={"hidden": [40, 20]})
