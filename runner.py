@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,10 +43,13 @@ class Train:
 
       train           train, or go on with a run (--resume)
       evaluate RUN    mean return of a trained agent over seeded episodes
+      play RUN        a trained agent in a window
+      watch RUN       a run that is being trained, in the terminal or as a page (--serve)
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
       sweep           many runs: actors x seeds x any option, side by side, resumable
       tune            search for better options; tune lr-range, tune optimizers: short tests
+      sync RUN...     runs that are on disk, sent to wandb
 
     Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
     """
@@ -77,6 +82,54 @@ class Evaluate:
     """Film the first episode into RUN/videos/."""
     json: bool = False
     """Print one JSON object instead of a table."""
+
+
+@dataclass
+class Play:
+    """Watch a trained agent play in a window: the first episodes that evaluate runs with this seed.
+    Without a display, `evaluate RUN --video` films one instead."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    episodes: int = 5
+    """Episodes, each shown to its end; closing the window or Ctrl-C ends sooner."""
+    seed: int = 0
+    """Seed that the episodes' seeds are derived from."""
+
+
+def _port(words: list[str]) -> int:
+    """`--serve` is any free port, `--serve 8000` that one."""
+    if not words:
+        return 0
+    if len(words) > 1 or not words[0].isdecimal() or int(words[0]) > 65535:
+        raise ValueError(f"expected a port, 1 to 65535, found {' '.join(words)!r}")
+    return int(words[0])
+
+
+Port = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[PORT]",
+        instance_from_str=_port,
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    ),
+]
+
+
+@dataclass
+class Watch:
+    """Follow a run that is being trained: step, ETA, returns, losses, temperature, firing rates,
+    throughput and GPU, in the terminal until the run ends, or as a page. The run is only read."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory."""
+    serve: Port = None
+    """Serve a read-only page on this machine alone (127.0.0.1), until Ctrl-C, at this port or at
+    any free one."""
 
 
 @dataclass
@@ -118,6 +171,25 @@ class Compare:
     """Write into a directory that is not empty."""
 
 
+def address(words: list[str]) -> str:
+    """`[]` -> `"local"`: the cluster that --ray without a word means."""
+    if len(words) > 1:
+        raise ValueError(f"expected one address at most, found {' '.join(words)}")
+    return words[0] if words else "local"
+
+
+Address = Annotated[
+    str | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[ADDRESS]",
+        instance_from_str=address,
+        is_instance=lambda value: value is None or isinstance(value, str),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+
+
 @dataclass
 class Sweep:
     """Train many agents side by side: every combination of the axes is a run of its own,
@@ -137,9 +209,17 @@ class Sweep:
     """More axes: an option and its values (YAML), such as spiking.time-steps=1,2,4, or presets,
     such as config=configs/popsan.yaml,configs/plain_lif.yaml. Several make a product."""
     workers: int | None = None
-    """Runs at a time; none: one a core. Cores are shared out among them as --threads."""
+    """Runs at a time; none: one a core, on a cluster all. Cores are shared out among them as
+    --threads."""
     retry: bool = False
     """Run failed runs again."""
+    ray: Address = None
+    """Run on a Ray cluster, the one at ADDRESS (host:port, or auto for the one that this machine is
+    part of); without ADDRESS, on a Ray of this machine's own that listens on 127.0.0.1 alone."""
+    slurm: bool = False
+    """Run nothing; print the script of a Slurm array job that runs what is left, for sbatch."""
+    task: int | None = None
+    """Run this one of the sweep's runs, counted from 0, as the tasks of that array job do."""
     config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Presets laid over the environment's own, later over earlier."""
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -236,6 +316,16 @@ class Optimizers:
     options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
+@dataclass
+class Sync:
+    """Send runs to wandb, one wandb run each, however often they were resumed: their metrics, their
+    videos and the best agent. Called again, it sends what is new. With WANDB_MODE=offline it writes
+    what `wandb sync` uploads from elsewhere."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
+    """Run directories, directories that hold some anywhere below, or globs."""
+
+
 def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
     """The options that decide on the defaults of all others."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -293,21 +383,21 @@ def train(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     asked = parse(Evaluate, "evaluate", arguments)
     check_run(asked.run)
-    if asked.episodes < 1 or asked.seed < 0:
-        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
-
-    from rich.console import Console
-    from rich.progress import Progress
+    check_episodes(asked)
 
     from sansac.manager import Manager
+    from sansac.progress import Activity
 
     manager = Manager.load(asked.run, asked.checkpoint)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("evaluating", total=asked.episodes)
-        result = manager.evaluate(
-            asked.episodes, asked.seed, asked.stochastic, lambda _: progress.advance(task)
-        )
+    returns: list[float] = []
+    with Activity("evaluating") as activity:
+
+        def tell(episode_return: float) -> None:
+            returns.append(episode_return)
+            mean = sum(returns) / len(returns)
+            activity.tell(f"{len(returns)} of {asked.episodes} episodes, mean return {mean:.1f}")
+
+        result = manager.evaluate(asked.episodes, asked.seed, asked.stochastic, tell)
     if asked.video:
         path = asked.run / "videos" / f"evaluation-seed{asked.seed}.mp4"
         manager.record_video(path, asked.seed)
@@ -319,23 +409,66 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def play(arguments: Sequence[str]) -> int:
+    asked = parse(Play, "play", arguments)
+    check_run(asked.run)
+    check_episodes(asked)
+
+    from sansac.environments import has_display
+
+    instead = f"`python runner.py evaluate {asked.run} --video` films an episode instead"
+    if not has_display():
+        raise ConfigError(f"there is no display to open a window on; {instead}")
+
+    from sansac.manager import Manager
+
+    manager = Manager.load(asked.run, asked.checkpoint)
+    episodes = itertools.count()
+    try:
+        manager.play(
+            asked.episodes,
+            asked.seed,
+            lambda total: print(f"episode {next(episodes)}: return {total:.1f}", flush=True),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {instead}") from None
+    return 0
+
+
+def watch(arguments: Sequence[str]) -> int:
+    asked = parse(Watch, "watch", arguments)
+    check_run(asked.run)
+    try:
+        if asked.serve is None:
+            from sansac.watch import watch
+
+            watch(asked.run)
+        else:
+            from sansac.watch_page import serve
+
+            serve(asked.run, asked.serve, lambda url: print(url, flush=True))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the lines has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def inspect(arguments: Sequence[str]) -> int:
     asked = parse(Inspect, "inspect", arguments)
     check_run(asked.run)
     if asked.seed < 0:
         raise ConfigError("--seed must be at least 0")
 
-    from rich.console import Console
-
     from sansac import inspection
     from sansac.manager import Manager
     from sansac.page import check_directory
+    from sansac.progress import Activity
 
     out = asked.out or asked.run / "inspection"
     check_directory(out, asked.overwrite)
     manager = Manager.load(asked.run, asked.checkpoint)
-    console = Console(stderr=True)
-    with console.status("inspecting") as status:
+    with Activity("inspecting") as activity:
         page, episode = inspection.inspect(
             manager,
             out,
@@ -344,7 +477,7 @@ def inspect(arguments: Sequence[str]) -> int:
             at=asked.at,
             neurons=asked.neurons,
             overwrite=asked.overwrite,
-            on_step=lambda what: status.update(f"inspecting: {what}"),
+            on_step=activity.tell,
         )
     if episode.no_frames:
         print(f"no frames: {episode.no_frames}", file=sys.stderr)
@@ -357,20 +490,19 @@ def compare(arguments: Sequence[str]) -> int:
     if not asked.runs:
         raise ConfigError("compare needs run directories, such as: compare runs/BipedalWalker-v3")
 
-    from rich.console import Console
-
     from sansac import compare as comparing
+    from sansac.progress import Activity
 
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     out = asked.out or Path("runs", "comparisons", stamp)
-    with Console(stderr=True).status("comparing") as status:
+    with Activity("comparing") as activity:
         comparison = comparing.compare(
             asked.runs,
             out,
             by=asked.by,
             threshold=asked.threshold,
             overwrite=asked.overwrite,
-            on_step=lambda what: status.update(f"comparing: {what}"),
+            on_step=activity.tell,
         )
     show_comparison(comparison)
     print(out)
@@ -380,23 +512,35 @@ def compare(arguments: Sequence[str]) -> int:
 def sweep(arguments: Sequence[str]) -> int:
     base = defaults(look_ahead(arguments))
     with incomplete():  # an axis may put a contradiction right
-        asked = parse(Sweep, "sweep", arguments, default=Sweep(
+        command = parse(Sweep, "sweep", arguments, default=Sweep(
             out=tyro.MISSING, options=partial(base)
         ))  # fmt: skip
-    if asked.workers is not None and asked.workers < 1:
+    if command.workers is not None and command.workers < 1:
         raise ConfigError("--workers must be at least 1")
+    if (command.ray is not None) + command.slurm + (command.task is not None) > 1:
+        raise ConfigError("--ray, --slurm and --task exclude each other: choose one")
 
-    from sansac import sweep
+    from sansac import cluster, sweep
 
-    files = merge(*(load_yaml(path) for path in asked.config))
-    grid = [word for words in asked.grid for word in words]
-    axes = sweep.parse_axes(asked.actors, asked.seeds, grid)
-    options = sweep.given(arguments, asked.options)
-    code, runs = sweep.sweep(
-        asked.out, sweep.Asked(files, options, axes), asked.workers, asked.retry
-    )
-    sweep.report(asked.out, runs)
-    print(asked.out)
+    files = merge(*(load_yaml(path) for path in command.config))
+    grid = [word for words in command.grid for word in words]
+    axes = sweep.parse_axes(command.actors, command.seeds, grid)
+    asked = sweep.Asked(files, sweep.given(arguments, command.options), axes)
+    out, workers, retry = command.out, command.workers, command.retry
+    if command.task is not None:
+        if asked or workers or retry:
+            raise ConfigError("--task takes --out and nothing else: the sweep has all that it runs")
+        cluster.become(out, command.task)
+    if command.slurm:
+        script, runs = cluster.array_job(out, asked, workers, retry)
+        print(sweep.Display(out, runs).text() + ("" if script else ": nothing is left to run"),
+              file=sys.stderr)  # fmt: skip
+        print(script, end="")
+        return 0
+    engine = cluster.connected(command.ray) if command.ray else None
+    code, runs = sweep.sweep(out, asked, workers, retry, engine)
+    sweep.report(out, runs)
+    print(out)
     return code
 
 
@@ -481,13 +625,44 @@ def parse_probe(kind: type, name: str, arguments: Sequence[str]) -> tuple[Any, P
 
 
 PROBES: dict[str, Callable[[Sequence[str]], int]] = {"lr-range": lr_range, "optimizers": optimizers}
+
+
+def sync(arguments: Sequence[str]) -> int:
+    asked = parse(Sync, "sync", arguments)
+    if not asked.runs:
+        raise ConfigError("sync needs run directories, such as: sync runs/BipedalWalker-v3")
+
+    from sansac import sync
+
+    mode = sync.wandb_mode()
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sansac.compare import read_runs
+
+    runs = read_runs(asked.runs)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("sending", total=sum(len(run.rows) for run in runs))
+        sent = 0
+        for run in runs:
+            done = sync.sync(run, mode, lambda: progress.advance(task))
+            sent += len(run.rows)
+            progress.update(task, completed=sent)
+            print(f"{run.path}: {done}", flush=True)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
+    "play": play,
+    "watch": watch,
     "inspect": inspect,
     "compare": compare,
     "sweep": sweep,
     "tune": tune,
+    "sync": sync,
 }
 
 
@@ -500,6 +675,11 @@ def check_run(path: Path) -> None:
     """Raises ConfigError, before anything heavy is imported, where there is no such directory."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: give a run or an agent directory")
+
+
+def check_episodes(asked: Evaluate | Play) -> None:
+    if asked.episodes < 1 or asked.seed < 0:
+        raise ConfigError("--episodes must be at least 1 and --seed at least 0")
 
 
 def show(result: dict[str, Any], kind: str = "deterministic") -> None:
@@ -532,7 +712,7 @@ def show_comparison(comparison: Comparison) -> None:
     console, (head, *rows) = Console(), comparison.table
     tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
               for i in range(0, len(rows), GROUPS)]  # fmt: skip
-    tables.append(("", comparison.improvement_table))
+    tables += [("", comparison.improvement_table), ("", comparison.cost_table)]
     tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
     for title, cells in tables:
         if cells:
@@ -572,8 +752,9 @@ def main(arguments: Sequence[str]) -> int:
     except (RuntimeError, FloatingPointError) as error:
         from sansac.checkpoint import CheckpointError
         from sansac.environments import NonFiniteError, WorkerError
+        from sansac.sync import SyncError
 
-        if isinstance(error, (CheckpointError, NonFiniteError, WorkerError)):
+        if isinstance(error, (CheckpointError, NonFiniteError, SyncError, WorkerError)):
             fail(str(error), 1)
         raise
 

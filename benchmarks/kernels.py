@@ -15,9 +15,10 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from sansac.config import Actor, Config, Spiking
 from sansac.environments import ActionScale
 from sansac.evaluation import Policy
 
+K = TypeVar("K")
+T = TypeVar("T")
 WIDTH = 256
 BATCHES = (1, 16, 256, 2048, 8192)
 STEPS = (1, 5, 16)
@@ -46,32 +49,43 @@ NEURON: dict[str, Any] = {
 }
 
 
+def seconds_a_call(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    wait()
+    return (time.perf_counter() - start) / repeats
+
+
+def take_turns(
+    contenders: Mapping[K, Callable[[], T]],
+    rounds: int,
+    before: Callable[[K], None] = lambda _: None,
+) -> dict[K, list[T]]:
+    """What each contender measures, a list of rounds; `before` is told whose turn it is."""
+    results: dict[K, list[T]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, turn in contenders.items():
+            before(name)
+            results[name].append(turn())
+    return results
+
+
 def alternate(
     contenders: dict[str, Callable[[], object]], device: torch.device, seconds: float
 ) -> dict[str, float]:
     """Median microseconds a call of each, taking turns."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def measure(call: Callable[[], object], repeats: int) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        wait()
-        return (time.perf_counter() - start) / repeats
-
-    repeats, total = {}, 0.0
+    turns, total = {}, 0.0
     for name, call in contenders.items():
         call()
-        once = measure(call, 1)
-        repeats[name] = max(1, int(seconds / 15 / once))
-        total += repeats[name] * once
+        once = seconds_a_call(call, 1, device)
+        repeats = max(1, int(seconds / 15 / once))
+        turns[name] = partial(seconds_a_call, call, repeats, device)
+        total += repeats * once
     rounds = min(15, max(3, int(len(contenders) * seconds / total)))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            times[name].append(measure(call, repeats[name]))
-    return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+    return {n: statistics.median(v) * 1e6 for n, v in take_turns(turns, rounds).items()}
 
 
 def neurons(

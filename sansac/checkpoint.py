@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from sansac.config import Config, ConfigError, load_yaml, resolve, slug
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT_VERSION = 1
 
@@ -90,6 +92,8 @@ def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
 
 def save(path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
     """Write a checkpoint of tensors, numbers, strings, lists and mappings."""
+    import torch  # here, so that what only reads a run's records starts without it
+
     path.parent.mkdir(exist_ok=True)
     content = {"format_version": FORMAT_VERSION, **state}
     write_atomically(path, lambda file: torch.save(content, file), keep)
@@ -97,6 +101,8 @@ def save(path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
 
 def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Read a checkpoint without executing anything. Raises CheckpointError."""
+    import torch
+
     previous = path.with_name("previous.pt")
     offer = f"; {previous} can be tried instead" if path != previous and previous.exists() else ""
     try:

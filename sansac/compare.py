@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import io
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,15 +26,35 @@ import numpy as np
 
 from sansac import statistics
 from sansac.checkpoint import read_config, read_record, write_atomically
-from sansac.compare_plots import AXES, draw_curves, draw_final, draw_improvement, draw_profile
+from sansac.compare_plots import (
+    AXES,
+    curve_lines,
+    draw_curves,
+    draw_final,
+    draw_improvement,
+    draw_profile,
+    profile_lines,
+)
 from sansac.config import Config, ConfigError, fields, nearest
 from sansac.logger import Row, read_metrics
-from sansac.page import SORT, Picture, check_directory, page, render, render_themes, section, table
+from sansac.page import (
+    HOVER,
+    SORT,
+    Picture,
+    check_directory,
+    data_uri,
+    page,
+    render,
+    render_themes,
+    section,
+    table,
+)
 from sansac.plots import COLORS
 from sansac.statistics import Array, Interval
 
 REPORT = "report.html"
 FEWEST = 5  # seeds below which a group is flagged
+MOST_VIDEO = 4_000_000  # bytes of a video in the report
 POINTS = 100  # most points of a group's curve
 NONE = "–"
 # Fields that say where and how often things are told, not what is learned; seeds; and what is
@@ -73,6 +95,16 @@ class Run:
     @property
     def updates(self) -> int:
         return self.rows[-1]["updates"] if self.rows else 0
+
+    def a_second(self, counter: str) -> float:
+        """Steps or updates a second of collecting and learning, over the whole run."""
+        return self.rows[-1][counter] / self.rows[-1]["time"] if self.minutes else math.nan
+
+    @property
+    def energy(self) -> float:
+        """What the GPU drew during the run (J); NaN where it was not measured."""
+        tag = "gpu/energy_joules"
+        return next((row[tag] for row in reversed(self.rows) if tag in row), math.nan)
 
     @cached_property
     def evaluations(self) -> dict[str, Array]:
@@ -116,10 +148,10 @@ class Group:
 
 
 class Curve(NamedTuple):
-    """IQM over seeds, and its bootstrap band."""
+    """A statistic over seeds, the IQM of a learning curve, and its bootstrap band."""
 
     x: Array
-    iqm: Array
+    y: Array
     low: Array
     high: Array
 
@@ -297,6 +329,9 @@ def summary(group: Group, threshold: float | None) -> dict[str, Any]:
         "lowest": lowest.score,
         "lowest_seed": lowest.config.seed,
         "minutes": np.mean([run.minutes for run in runs]),
+        "steps_per_second": np.mean([run.a_second("step") for run in runs]),
+        "updates_per_second": np.mean([run.a_second("updates") for run in runs]),
+        "gpu_energy_joules": np.mean([run.energy for run in runs]),
     }
     rates = [run.final.get("firing_rate", []) for run in runs]
     if len({len(rate) for rate in rates}) == 1:
@@ -318,6 +353,8 @@ def curve(group: Group, axis: str) -> Curve:
     known = [last_of_each(line[axis], line["return"]) for line in lines]
     grid = np.unique(np.concatenate([x for x, _ in known]))
     grid = grid[(grid >= max(x[0] for x, _ in known)) & (grid <= min(x[-1] for x, _ in known))]
+    if not len(grid):  # one evaluation each, after different times
+        return Curve(*np.empty((4, 0)))
     if len(grid) > POINTS:
         grid = np.linspace(grid[0], grid[-1], POINTS)
     curves = np.stack([np.interp(grid, x, y) for x, y in known])
@@ -328,6 +365,24 @@ def last_of_each(x: Array, y: Array) -> tuple[Array, Array]:
     """The last y at each x, which grows: the final evaluation replaces the one at its step."""
     keep = np.append(np.diff(x) > 0, True)
     return x[keep], y[keep]
+
+
+def profiles(groups: Sequence[Group]) -> dict[str, Curve]:
+    """By group, the share of finished seeds that score above each of 301 returns."""
+    scored = [group for group in groups if group.finished]
+    if not scored:
+        return {}
+    scores = np.concatenate([group.scores for group in scored])
+    margin = 0.05 * (np.ptp(scores) or 1.0)
+    returns = np.linspace(scores.min() - margin, scores.max() + margin, 301)
+    return {
+        group.name: Curve(
+            returns,
+            statistics.performance_profile(group.scores, returns),
+            *statistics.profile_band(group.scores, returns),
+        )
+        for group in scored
+    }
 
 
 def improvements(groups: Sequence[Group]) -> list[Improvement]:
@@ -377,6 +432,10 @@ class Comparison:
         return {axis: {group.name: curve(group, axis) for group in self.groups} for axis in AXES}
 
     @cached_property
+    def profiles(self) -> dict[str, Curve]:
+        return profiles(self.groups)
+
+    @cached_property
     def improvements(self) -> list[Improvement]:
         return improvements(self.groups)
 
@@ -397,6 +456,14 @@ class Comparison:
         return [head, *(cells(row, firing, threshold is not None) for row in rows)]
 
     @cached_property
+    def cost_table(self) -> list[list[str]]:
+        """What training took, its head first; [] while nothing is finished."""
+        rows = [row for row in self.summaries if row["seeds"]]
+        measured = any(math.isfinite(row["gpu_energy_joules"]) for row in rows)
+        head = ["training", "steps a second", "updates a second"] + ["GPU energy"] * measured
+        return [head, *(cost_cells(row, measured) for row in rows)] if rows else []
+
+    @cached_property
     def improvement_table(self) -> list[list[str]]:
         rows = [
             [f"{i.better} over {i.than}", f"{i.probability:.2f}", span(*i.interval, digits=2)]
@@ -406,11 +473,13 @@ class Comparison:
 
     def pictures(self) -> list[Picture]:
         pictures = [
-            Picture("curves", "Learning curves", CURVES, lambda: draw_curves(self)),
+            Picture("curves", "Learning curves", CURVES, lambda: draw_curves(self),
+                    curve_lines(self)),
             Picture("final", "Final performance", FINAL, lambda: draw_final(self)),
             Picture("improvement", "Probability of improvement", IMPROVEMENT,
                     lambda: draw_improvement(self.improvements)),
-            Picture("profile", "Performance profile", PROFILE, lambda: draw_profile(self)),
+            Picture("profile", "Performance profile", PROFILE, lambda: draw_profile(self),
+                    profile_lines(self)),
         ]  # fmt: skip
         scored = any(group.finished for group in self.groups)
         has = {"curves": True, "final": scored, "profile": scored,
@@ -430,6 +499,12 @@ COVERAGE = """The interval is a percentile bootstrap of the interquartile mean (
 nominally 95 %. Its coverage is how often such an interval holds the true value when that many
 seeds' scores are normal (simulated): the fewer seeds, the more it promises too much. A seed's score
 is the mean return of its final, deterministic episodes; minutes are of collecting and learning."""
+COST = """Means over finished seeds. Steps and updates a second are of the time spent collecting and
+learning, over the whole run."""
+ENERGY = """The energy is what the whole GPU drew while the run was on, other processes included."""
+VIDEOS = """The final policy of the seed whose score is the group's median (the lower of the middle
+two), over the first episode of its final evaluation, where the run kept a video of at most
+{most} MB."""
 STEPS = """Steps to {threshold:g}: the median over seeds of the first evaluation that reached it; in
 brackets how many seeds did."""
 
@@ -452,6 +527,16 @@ def cells(row: dict[str, Any], firing: bool, threshold: bool) -> list[str]:
         middle = f"{steps:,.0f}" if math.isfinite(steps) else "not reached"
         text.append(f"{middle} ({row['reached']} of {seeds})")
     return text
+
+
+def cost_cells(row: dict[str, Any], measured: bool) -> list[str]:
+    """A group's throughput, and where some group's is known its energy, as text."""
+    rates = [row["steps_per_second"], row["updates_per_second"]]
+    text = [f"{rate:,.0f}" if math.isfinite(rate) else NONE for rate in rates]
+    if measured:
+        joules = row["gpu_energy_joules"]
+        text.append(f"{joules / 1e3:,.1f} kJ" if math.isfinite(joules) else NONE)
+    return [row["group"], *text]
 
 
 def span(low: float, high: float, digits: int = 1) -> str:
@@ -539,6 +624,8 @@ def markdown(comparison: Comparison) -> str:
     parts.append(plain(about(comparison)))
     if comparison.improvement_table:
         parts.append(markdown_table(comparison.improvement_table))
+    if comparison.cost_table:
+        parts += [markdown_table(comparison.cost_table), plain(cost(comparison))]
     if comparison.flags:
         notes = "\n".join(f"- {plain(flag)}" for flag in comparison.flags)
         parts.append(f"Notes:\n\n{notes}")
@@ -553,6 +640,12 @@ def about(comparison: Comparison) -> str:
     if comparison.threshold is None:
         return COVERAGE
     return f"{COVERAGE} {STEPS.format(threshold=comparison.threshold)}"
+
+
+def cost(comparison: Comparison) -> str:
+    """What the columns of its cost mean."""
+    measured = any("GPU energy" in cell for cell in comparison.cost_table[0])
+    return f"{COST} {ENERGY}" if measured else COST
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
@@ -573,14 +666,61 @@ def report(comparison: Comparison, images: Sequence[tuple[Picture, dict[str, byt
     parts.append(f"<p>{escape(about(comparison))}</p>")
     if comparison.improvement_table:
         parts.append(table(comparison.improvement_table, "sortable"))
+    if comparison.cost_table:
+        parts.append(table(comparison.cost_table, "sortable"))
+        parts.append(f"<p>{escape(cost(comparison))}</p>")
     parts += [section(picture, themes) for picture, themes in images]
+    parts.append(films(comparison.groups))
     parts.append("<h2>Configuration differences</h2>")
     if comparison.differences:
-        parts.append(table(comparison.differences, "words"))
+        parts.append(table(comparison.differences, "words alternatives"))
     else:
         parts.append(f"<p>None but {escape(comparison.by)}.</p>")
     parts += ["<h2>Runs</h2>", table(run_rows(comparison.groups), "sortable words")]
-    return page(comparison.title, "\n".join(parts), COLORS["spiking"], SORT)
+    sources = "img-src data:; media-src data:"
+    return page(comparison.title, "\n".join(parts), COLORS["spiking"], SORT + HOVER, sources)
+
+
+def films(groups: Sequence[Group]) -> str:
+    """A video a group, of its median seed."""
+    figures = [film(group) for group in groups if group.finished]
+    if not any("<video" in figure for figure in figures):
+        return ""
+    caption = VIDEOS.format(most=MOST_VIDEO / 1e6)
+    return f"<h2>Videos</h2><p>{escape(caption)}</p><div class='films'>{''.join(figures)}</div>"
+
+
+def film(group: Group) -> str:
+    ordered = sorted(group.finished, key=lambda run: run.score)
+    run = ordered[(len(ordered) - 1) // 2]
+    path = run.path / "videos" / f"step-{run.final['step']}.mp4"
+    text = escape(f"{group.name}, seed {run.config.seed}, score {run.score:.1f}")
+    if not path.is_file():
+        return f"<figure><figcaption>{text}: no video</figcaption></figure>"
+    if path.stat().st_size > MOST_VIDEO:
+        return f"<figure><figcaption>{text}: its video is too large</figcaption></figure>"
+    try:
+        poster = data_uri("image/jpeg", still(path))
+    except Exception as error:  # a decoder raises almost anything
+        reason = escape(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        return f"<figure><figcaption>{text}: no video ({reason})</figcaption></figure>"
+    source = data_uri("video/mp4", path.read_bytes())
+    return (
+        f'<figure><video controls muted loop playsinline poster="{poster}" src="{source}"></video>'
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+def still(path: Path) -> bytes:
+    """A frame from the first steps of a video, as a JPEG."""
+    import imageio.v3 as iio
+    from PIL import Image
+
+    for frame in islice(iio.imiter(path), 40):
+        image = Image.fromarray(frame)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=70)
+    return buffer.getvalue()
 
 
 def run_rows(groups: Sequence[Group]) -> list[list[str]]:

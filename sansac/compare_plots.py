@@ -10,12 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from sansac import statistics
-from sansac.page import ink, new_figure
+from sansac.page import Line, ink, new_figure
 from sansac.plots import COLORS
 
 if TYPE_CHECKING:
-    from sansac.compare import Comparison, Group, Improvement
+    from sansac.compare import Comparison, Curve, Group, Improvement
 
 AXES = {
     "step": "environment steps",
@@ -128,24 +127,40 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
+def curve_lines(comparison: Comparison) -> list[list[Line]]:
+    """What `draw_curves` draws of the groups."""
+    return [
+        [line_of(comparison, name, curve) for name, curve in comparison.curves[axis].items()]
+        for axis in AXES
+    ]
+
+
+def profile_lines(comparison: Comparison) -> list[list[Line]]:
+    """What `draw_profile` draws."""
+    profiles = comparison.profiles
+    return [[line_of(comparison, name, profile) for name, profile in profiles.items()]]
+
+
+def line_of(comparison: Comparison, name: str, curve: Curve) -> Line:
+    return Line(name, looks(comparison.groups)[name].color, *curve)
+
+
 def draw_profile(comparison: Comparison) -> Figure:
     """Share of seeds above each return."""
-    scored = [group for group in comparison.groups if group.finished]
-    scores = np.concatenate([group.scores for group in scored])
-    margin = 0.05 * (np.ptp(scores) or 1.0)
-    returns = np.linspace(scores.min() - margin, scores.max() + margin, 301)
     figure = new_figure(11, 3.8)
     axes, look = figure.subplots(), looks(comparison.groups)
-    for group in scored:
+    for group in comparison.groups:
+        if not group.finished:
+            continue
         color, dash, _ = look[group.name]
-        low, high = statistics.profile_band(group.scores, returns)
+        returns, share, low, high = comparison.profiles[group.name]
         axes.fill_between(returns, low, high, color=color, alpha=0.15, lw=0)
-        share = statistics.performance_profile(group.scores, returns)
         label = f"{group.name}, {len(group.finished)} seeds"
         axes.plot(returns, share, color=color, ls=dash, lw=2, label=label)
     axes.set_xlabel("return")
     axes.set_ylabel("share of seeds that score above it")
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.25)
-    figure.legend(loc="outside upper center", ncols=min(4, len(scored)), handlelength=3.5)
+    figure.legend(loc="outside upper center", ncols=min(4, len(comparison.profiles)),
+                  handlelength=3.5)  # fmt: skip
     return figure

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,6 +81,28 @@ def check_spaces(env: gym.Env, name: str) -> None:
         )
     if not (action.low < action.high).all():
         raise ConfigError(f"env: {name!r} has an empty range in its action space; {supported}")
+
+
+def has_display() -> bool:
+    """Whether a window could open here."""
+    if sys.platform == "darwin":
+        return True
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"))
+
+
+def window_unseen() -> bool:
+    """Whether pygame, which most environments draw with, fell back to a window in memory: it does
+    where the display does not answer."""
+    pygame: Any = sys.modules.get("pygame")
+    if pygame is None or not pygame.display.get_init() or os.environ.get("SDL_VIDEODRIVER"):
+        return False
+    return pygame.display.get_driver() in ("offscreen", "dummy")
+
+
+def window_closed() -> bool:
+    """Whether the window that pygame has opened was closed."""
+    pygame: Any = sys.modules.get("pygame")
+    return bool(pygame and pygame.display.get_init() and pygame.event.peek(pygame.QUIT))
 
 
 class ActionScale:

@@ -1,11 +1,9 @@
-"""A trained policy as a function, its evaluation over seeded episodes, and its video."""
+"""A trained policy as a function, and its evaluation over seeded episodes."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -28,7 +26,6 @@ from sansac.spiking import SpikingActor
 from sansac.statistics import iqm
 
 MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
-MAX_FRAMES = 5_000  # of a video
 
 
 class Policy:
@@ -85,12 +82,20 @@ class Policy:
 
     def firing_rates(self, observations: np.ndarray) -> list[float] | None:
         """Spikes a neuron a simulation step of each layer over [B, obs]; None for a dense actor."""
+        return [float(spikes.mean()) for spikes in self._spikes(observations)] or None
+
+    def spikes(self, observation: np.ndarray) -> list[np.ndarray]:
+        """Which neurons of each layer fire when the policy meets [obs]: booleans [T, neurons]; no
+        layers for a dense actor."""
+        return [spikes[:, 0].bool().cpu().numpy() for spikes in self._spikes(observation[None])]
+
+    def _spikes(self, observations: np.ndarray) -> list[torch.Tensor]:
+        """[T, B, neurons] of each spiking layer."""
         actor = self.algorithm.policy_actor
         if not isinstance(actor, SpikingActor):
-            return None
+            return []
         batch = torch.from_numpy(observations).to(self.algorithm.device)
-        traces = actor.trace(self.algorithm.normalize(batch))
-        return [float(trace.spikes.mean()) for trace in traces]
+        return [trace.spikes for trace in actor.trace(self.algorithm.normalize(batch))]
 
 
 def evaluate(
@@ -146,9 +151,12 @@ def run_episode(
     seed: int,
     stochastic: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
-    on_step: Callable[[], None] = lambda: None,
+    on_step: Callable[[np.ndarray, float], None] = lambda observation, total: None,
 ) -> tuple[float, np.ndarray]:
-    """One episode to its end: its undiscounted return and its observations [steps, obs]."""
+    """One episode to its end: its undiscounted return and its observations [steps, obs].
+
+    `on_step` gets the observation that a step's action was for, and the return after it.
+    """
     generator = torch.Generator(policy.algorithm.device).manual_seed(seed)
     observation, _ = env.reset(seed=seed)
     observations: list[np.ndarray] = []
@@ -163,33 +171,7 @@ def run_episode(
                 f"evaluation episode of seed {seed}, step {len(observations)}: the reward is "
                 f"{reward}, the observation {observation}"
             )
-        on_step()
+        on_step(observations[-1], total)
         if terminated or truncated:
             break
     return total, np.array(observations, np.float32)
-
-
-def record_video(policy: Policy, env: gym.Env, seed: int, path: Path) -> float:
-    """Film one deterministic episode to an MP4 file; returns its return.
-
-    The environment must have been made with `render_mode="rgb_array"`.
-    """
-    import imageio
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    frames_per_second = env.metadata.get("render_fps") or 30
-    env = Episodic(env)
-    # A frame at a time: an episode's frames together would be a gigabyte.
-    writer: Any = imageio.get_writer(path, fps=frames_per_second, macro_block_size=2)
-    filmed = itertools.count()
-
-    def film() -> None:
-        if next(filmed) < MAX_FRAMES:
-            writer.append_data(np.asarray(env.render(), np.uint8))
-
-    try:
-        total, _ = run_episode(policy, env, episode_seed(EVALUATION, seed, 0), on_step=film)
-    finally:
-        writer.close()
-        env.close()
-    return total

@@ -68,15 +68,18 @@ def draw_raster(episode: Episode, accent: str, steps: range) -> Figure:
 
 
 def draw_frames(axes: Axes, frames: dict[int, np.ndarray], steps: range) -> None:
-    """Each frame stands to the right of the line that marks its control step."""
+    """Each frame stands to the right of the line that marks its control step; the last is cut at
+    the end of the axes."""
     across = axes.get_xaxis_transform()
     starts = list(frames)[:: 1 + (len(frames) - 1) // 8]
     width = starts[1] - starts[0] if len(starts) > 1 else len(steps)
     for start in starts:
         if start + width / 2 > steps.stop:
             break
-        place = axes.inset_axes((start, 0, 0.97 * width, 0.88), transform=across)
-        place.imshow(frames[start])
+        room = min(0.97 * width, steps.stop - start)
+        seen = round(frames[start].shape[1] * room / (0.97 * width))
+        place = axes.inset_axes((start, 0, room, 0.88), transform=across)
+        place.imshow(frames[start][:, :seen])
         place.set_anchor("SW")
         place.set_axis_off()
         axes.axvline(start, color=ink(), lw=0.8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import configparser
 import errno
+import fcntl
 import functools
 import importlib
 import json
@@ -245,7 +246,7 @@ def read_metrics(path: Path) -> list[Row]:
     rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            row = _parse(line)
+            row = parse_row(line)
             if row is not None:
                 rows.append({k: math.nan if v is None else v for k, v in row.items()})
             elif line.endswith(b"\n"):
@@ -258,7 +259,7 @@ def cut_metrics(path: Path, step: int) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with open(path, "rb") as old, open(temporary, "wb") as new:
         for line in old:
-            row = _parse(line)
+            row = parse_row(line)
             if row is not None and row["step"] <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
         new.flush()
@@ -269,11 +270,11 @@ def cut_metrics(path: Path, step: int) -> None:
 def last_value(path: Path, tag: str) -> float:
     """The last value logged under a tag, or 0."""
     with open(path, "rb") as file:
-        rows = [row for line in file if tag.encode() in line and (row := _parse(line))]
+        rows = [row for line in file if tag.encode() in line and (row := parse_row(line))]
     return next((row[tag] for row in reversed(rows) if row.get(tag) is not None), 0.0)
 
 
-def _parse(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
     """A line as a row, or None where it is none."""
     try:
         row = json.loads(line)
@@ -395,34 +396,89 @@ class WandbSink:
     def __init__(self, config: Config, run_dir: Path, mode: str) -> None:
         # wandb sends its own crash reports unless told not to; offline must mean offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        self._config, self._run_dir = config, run_dir
         if mode == "online" and not has_wandb_key():
             # Asked now, wandb would prompt at a terminal.
             _log.warning("wandb records offline: there is no API key (`wandb login` stores one)")
             mode = "offline"
+        self._remote: RemoteId | None = None
+        timeout = CLOSE_SECONDS - 5.0
         try:
-            self._run = self._init(mode)
+            self._remote = RemoteId(run_dir) if mode == "online" else None
+            self._run = start_wandb(config, run_dir, mode, self._remote, finish_timeout=timeout)
         except Exception as error:
             if mode == "offline":
                 raise
             _log.warning("wandb records offline, its server was not reached: %s", reason_of(error))
-            mode = "offline"
-            self._run = self._init(mode)
-        self._online = mode == "online"
-        self._run.define_metric("*", step_metric="step")
+            self._release()
+            self._run = start_wandb(config, run_dir, "offline", finish_timeout=timeout)
         # The rows between a checkpoint and a crash are the same when they are run again.
-        reached = self._run.summary.get("step") if self._online and self._run.resumed else None
-        self._reached = -1 if reached is None else int(reached)
+        self._reached = reached(self._run)
 
-    def _init(self, mode: str) -> Any:
-        import wandb
+    def _release(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
+        self._remote = None
 
-        config = self._config
-        settings = wandb.Settings(
+    def log(self, row: Row) -> None:
+        if row["step"] > self._reached:
+            self._run.log(row)
+
+    def artifact(self, path: Path, name: str, kind: str) -> None:
+        if self._remote is not None:
+            log_artifact(self._run, path, name, kind)
+
+    def close(self) -> None:
+        self._run.finish()
+        self._release()
+
+
+class RemoteId:
+    """The id that a run has on wandb's server: made once, kept in the run directory, and held by
+    one process at a time. Raises RuntimeError where another process holds it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / "wandb" / "run-id"
+        path.parent.mkdir(exist_ok=True)
+        self._file = open(path, "a+", encoding="ascii", errors="replace")  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RuntimeError("another process is sending this run to wandb") from None
+        self._file.seek(0)
+        self.id = self._file.read().strip()
+        if not re.fullmatch(r"[0-9a-f]{12}", self.id):
+            self.id = secrets.token_hex(6)
+            self._file.truncate(0)
+            self._file.write(self.id + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def start_wandb(
+    config: Config, run_dir: Path, mode: str, remote: RemoteId | None = None, **settings: Any
+) -> Any:
+    """The wandb run of a run directory, which goes on under `remote` where there is one."""
+    import wandb
+
+    run = wandb.init(
+        mode=mode,  # type: ignore[arg-type]
+        dir=str(run_dir),
+        project=config.wandb_project,
+        name=run_dir.name,
+        group=f"{config.env}/{config.actor_name}",
+        tags=[config.env, config.actor_name],
+        job_type="train",
+        config=config.model_dump(mode="json"),
+        reinit="create_new",
+        id=remote.id if remote else None,
+        resume="allow" if remote and mode == "online" else None,
+        settings=wandb.Settings(
             silent=True,
             console="off",
             init_timeout=INIT_SECONDS,
-            finish_timeout=CLOSE_SECONDS - 5.0,
             # The run directory holds what is needed to repeat the run; of the machine, its user,
             # environment variables, command line and code wandb gets nothing.
             host="",
@@ -435,49 +491,26 @@ class WandbSink:
             x_disable_machine_info=True,
             x_disable_stats=True,
             x_save_requirements=False,
-        )
-        return wandb.init(
-            mode=mode,  # type: ignore[arg-type]
-            dir=str(self._run_dir),
-            project=config.wandb_project,
-            name=self._run_dir.name,
-            group=f"{config.env}/{config.actor_name}",
-            tags=[config.env, config.actor_name],
-            job_type="train",
-            config=config.model_dump(mode="json"),
-            reinit="create_new",
-            id=self._run_id() if mode == "online" else None,
-            resume="allow" if mode == "online" else None,
-            settings=settings,
-        )
+            **settings,
+        ),
+    )
+    run.define_metric("*", step_metric="step")
+    return run
 
-    def _run_id(self) -> str:
-        """The id this run has on the server, made at its first start."""
-        path = self._run_dir / "wandb" / "run-id"
-        with suppress(OSError, UnicodeDecodeError):
-            text = path.read_text(encoding="ascii").strip()
-            if re.fullmatch(r"[0-9a-f]{12}", text):
-                return text
-        path.parent.mkdir(exist_ok=True)
-        text = secrets.token_hex(6)
-        path.write_text(text + "\n", encoding="ascii")
-        return text
 
-    def log(self, row: Row) -> None:
-        if row["step"] > self._reached:
-            self._run.log(row)
+def reached(run: Any) -> int:
+    """The last step that wandb's server has of a run, -1 where it has none."""
+    step = run.summary.get("step") if run.resumed else None
+    return -1 if step is None else int(step)
 
-    def artifact(self, path: Path, name: str, kind: str) -> None:
-        if not self._online:
-            return
-        import wandb
 
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "-", f"{self._run.id}-{name}"), type=kind)
-        artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
+def log_artifact(run: Any, path: Path, name: str, kind: str) -> None:
+    """Upload a file or directory under a name that other runs do not share."""
+    import wandb
 
-    def close(self) -> None:
-        self._run.finish()
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "-", f"{run.id}-{name}"), type=kind)
+    artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+    run.log_artifact(artifact)
 
 
 def wandb_mode(choice: str) -> str:
@@ -485,12 +518,14 @@ def wandb_mode(choice: str) -> str:
     (WANDB_MODE), else is online with an API key and offline without. Imports no wandb."""
     if choice != "auto":
         return choice
+    return own_wandb_mode() or ("online" if has_wandb_key() else "offline")
+
+
+def own_wandb_mode() -> str | None:
+    """The mode that wandb's own setting asks for, if it does."""
     own = (_wandb_setting("mode") or "").lower()
-    modes = {"run": "online", "shared": "online", "dryrun": "offline"}
-    own = modes.get(own, own)
-    if own in ("online", "offline", "disabled"):
-        return own
-    return "online" if has_wandb_key() else "offline"
+    own = {"run": "online", "shared": "online", "dryrun": "offline"}.get(own, own)
+    return own if own in ("online", "offline", "disabled") else None
 
 
 def has_wandb_key() -> bool:

@@ -33,13 +33,16 @@ from sansac.environments import (
     check_spaces,
     env_factory,
     unvectorized,
+    window_closed,
+    window_unseen,
 )
-from sansac.evaluation import Policy, evaluate, record_video
+from sansac.evaluation import Policy, evaluate
 from sansac.logger import Logger
 from sansac.plots import plot_learning_curve
 from sansac.progress import Progress
 from sansac.replay import Batch, ReplayBuffer
 from sansac.spiking import SpikingActor, backend_for
+from sansac.video import record_video
 
 # What a resumed run may change: how long, how often, where; never what is learned.
 CHANGEABLE = (
@@ -304,8 +307,11 @@ class Manager:
         """Returns and their statistics over `episodes`, each on a seed derived from (seed, i).
 
         The numbers depend on the policy and these arguments alone; training streams do not move.
-        Keys as `evaluate --json` prints them; {} where a signal cut it short.
+        Keys as `evaluate --json` prints them; {} where a signal cut it short. Raises ConfigError
+        for less than one episode.
         """
+        if episodes < 1:
+            raise ConfigError(f"episodes: expected 1 or more, found {episodes}")
         result = evaluate(
             self.policy,
             self._factories[0],
@@ -337,6 +343,33 @@ class Manager:
             env.close()
             raise ConfigError('make_env: the environment\'s render_mode is not "rgb_array"')
         record_video(self.policy, env, seed, path)
+
+    def play(
+        self,
+        episodes: int = 5,
+        seed: int = 0,
+        on_episode: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Show the first evaluation episodes of `seed` in a window, until it is closed.
+
+        Raises ConfigError where no window opens.
+        """
+        env = env_factory(self.config, "human")()
+        try:
+            env.reset()  # opens the window
+            if window_unseen():
+                raise RuntimeError("the display does not answer")
+        except Exception as error:  # whatever the environment draws with
+            env.close()
+            raise ConfigError(f"no window opens: {error or type(error).__name__}") from None
+        evaluate(
+            self.policy,
+            lambda: env,
+            episodes=episodes,
+            seed=seed,
+            on_episode=on_episode,
+            should_stop=window_closed,
+        )
 
     def rendering_env(self) -> gym.Env:
         """A new environment that renders frames; a user's own is as `make_env` returns it.
@@ -529,6 +562,8 @@ class Manager:
         Raises ConfigError where it exists and is not empty, unless `overwrite`.
         """
         path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; an agent is a directory: choose another name")
         if path.exists() and any(path.iterdir()) and not overwrite:
             raise ConfigError(f"{path} is not empty; choose another directory or pass overwrite")
         path.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
+    from rich.status import Status
 
 LINE_SECONDS = 10.0  # between plain lines
 SAMPLE_SECONDS = 1.0  # between samples of the counters
@@ -82,7 +83,7 @@ class Progress:
     def __enter__(self) -> Self:
         self._began = monotonic()
         self._running = True
-        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        if takes_live(self._stream):
             self._live = self._start_live()
         if self._live is None:
             self._next_line = self._began + LINE_SECONDS
@@ -187,6 +188,45 @@ class Progress:
         )
         status = Text(self.status() or "starting", no_wrap=True, overflow="ellipsis", style="dim")
         return Group(row, status)
+
+
+class Activity:
+    """What a command is at, on stderr: a spinner at a terminal, a line now and then elsewhere.
+
+    with Activity("evaluating") as activity:
+        activity.tell("3 of 100 episodes")  # as often as wanted
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._stream = SafeStream(sys.stderr)
+        self._status: Status | None = None
+        self._next_line = 0.0
+
+    def tell(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{self.name}: {what}")
+        elif (now := monotonic()) >= self._next_line:
+            self._next_line = now + LINE_SECONDS
+            self._stream.line(f"{self.name}: {what}")
+
+    def __enter__(self) -> Self:
+        if takes_live(self._stream):
+            from rich.console import Console
+
+            console = Console(file=self._stream)  # type: ignore[arg-type]
+            self._status = console.status(self.name)
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def takes_live(stream: SafeStream) -> bool:
+    """Whether a stream is a terminal that a display can be drawn over on."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 class SafeStream:

@@ -1,8 +1,10 @@
-"""Many runs in one directory: actors x seeds x any configuration axes, on this machine's cores.
+"""Many runs in one directory: actors x seeds x any configuration axes.
 
 A sweep directory holds `queue.json` (what was asked and how every run stands), `configs/` (the
 whole configuration of each run), `runs/` and `logs/`. A run is `runner.py train` in a process of
-its own, started in the sweep directory, so that nothing in it depends on where that lies.
+its own, started in the sweep directory, so that nothing in it depends on where that lies. Processes
+are this machine's (here), a Ray cluster's or an array job's (`cluster.py`); whoever starts a run
+holds its log by `flock`, and the run inherits that lock, so that nothing is run twice.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
 import yaml
 
@@ -49,6 +51,7 @@ TRIES = 3  # starts that one call gives a run whose process is killed
 TICK_SECONDS = 0.1  # between looks at the workers
 OWN = ("name", "runs_dir")  # what a sweep chooses for its runs
 
+Engine = TypeVar("Engine")
 Axes = dict[str, list[Any]]
 Point = dict[str, Any]
 
@@ -348,13 +351,77 @@ def threads_each(workers: int) -> int:
 # -- running ---------------------------------------------------------------------------------------
 
 
+class Worker(Protocol):
+    """The process of a run, wherever it is."""
+
+    @property
+    def started(self) -> bool: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Launch = Callable[[Path, Run], Worker | None]  # None where another process holds the run
+
+
+class Process(subprocess.Popen[bytes]):
+    """A run on this machine, in a session of its own: Ctrl-C reaches it through its sweep alone."""
+
+    started = True
+
+    def kill(self) -> None:
+        """End the run and what it has started."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def start(out: Path, run: Run) -> Process | None:
+    """Begin a run of the sweep in `out`, or go on with it; None where another process holds it."""
+    log = claim(out, run)
+    if log is None:
+        return None
+    with log:
+        words, environment = command(out, run, log)
+        return Process(
+            words,
+            cwd=out,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
 def sweep(
-    out: Path, asked: Asked, workers: int | None = None, retry: bool = False
+    out: Path,
+    asked: Asked,
+    workers: int | None = None,
+    retry: bool = False,
+    engine: AbstractContextManager[Launch] | None = None,
 ) -> tuple[int, list[Run]]:
     """Make or go on with the sweep in `out`: exit code, and how its runs stand.
 
-    Raises ConfigError before anything is written.
+    `engine` is what launches runs, all that it can at a time unless `workers` says less; without
+    one they are processes of this machine. Raises ConfigError before anything is written.
     """
+    with opened(out, asked, workers, retry, engine or nullcontext(start)) as (queue, launch):
+        limit = workers or (len(queue.runs) if engine else cores())
+        code = Workers(out, queue, limit, launch).work()
+        return code, queue.runs
+
+
+@contextmanager
+def opened(
+    out: Path,
+    asked: Asked,
+    workers: int | None,
+    retry: bool,
+    engine: AbstractContextManager[Engine],
+) -> Iterator[tuple[Queue, Engine]]:
+    """The queue of the sweep in `out`, made or extended by what is asked for, and held; `engine` is
+    entered before anything is written. Raises ConfigError."""
     with ExitStack() as stack:
         path, queue = out / "queue.json", None
         if path.exists():
@@ -363,6 +430,7 @@ def sweep(
         elif out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} is there and holds no sweep: choose another --out")
         queue, found = plan(queue, asked, workers)
+        entered = stack.enter_context(engine)
         if not path.exists():
             try:
                 out.mkdir(parents=True, exist_ok=True)
@@ -371,27 +439,38 @@ def sweep(
                 raise ConfigError(f"--out: cannot write {out}: {error.strerror}") from None
             queue.save(path)  # first, so that a kill in what follows leaves a sweep to go on with
         extend(queue, out, found)
+        for run in queue.runs:
+            look_up(run, out)
+            if run.status == "failed" and retry:
+                run.status = "queued"
         queue.save(path)
-        code = Workers(out, queue, workers or cores()).work(retry)
-        return code, queue.runs
+        yield queue, entered
+
+
+def look_up(run: Run, out: Path) -> None:
+    """Take over what the run's own record tells of its end: array tasks leave the queue alone."""
+    record = read_record(out / run.directory)
+    if run.status == "finished" or "status" not in record or held(out, run):
+        return
+    if record["status"] == "finished":
+        run.status, run.final_return = "finished", record.get("final", {}).get("return_mean")
+    elif run.status == "queued":
+        run.status = "failed" if record["status"] == "failed" else "interrupted"
 
 
 class Workers:
     """The processes of a sweep, and what is known of them."""
 
-    def __init__(self, out: Path, queue: Queue, limit: int) -> None:
-        self.out, self.queue, self.limit = out, queue, limit
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, out: Path, queue: Queue, limit: int, launch: Launch = start) -> None:
+        self.out, self.queue, self.limit, self.launch = out, queue, limit, launch
+        self.processes: dict[str, Worker] = {}
         self.tries: Counter[str] = Counter()  # starts in this call
         self.signals: list[int] = []
         self.told: Counter[str] = Counter()  # signals that a worker was handed on
-        self.display = Display(out, queue.runs, limit)
+        self.display = Display(out, queue.runs)
 
-    def work(self, retry: bool) -> int:
+    def work(self) -> int:
         """Run until nothing is left to run, or a signal asks for an end."""
-        for run in self.queue.runs:
-            if run.status == "failed" and retry:
-                run.status = "queued"
         with signals.handled(self.signals.append), self.display:
             try:
                 while self._tick():
@@ -409,76 +488,62 @@ class Workers:
         before = [run.status for run in self.queue.runs]
         for run in self.queue.runs:
             if run.id in self.processes:
-                self._reap(run)
-            elif run.status == "running" and not held(self.out / run.directory):
+                self._watch(run)
+            elif run.status == "running" and not held(self.out, run):
                 settle(self.out, run, None)
         waiting = [run for run in self.queue.runs if self._may_start(run)]
-        free = self.limit - sum(run.status == "running" for run in self.queue.runs)
-        for run in waiting[: max(0, free)]:
+        for run in waiting[: max(0, self.limit - self._busy())]:
             self._start(run)
         if before != [run.status for run in self.queue.runs]:
             self.queue.save(self.out / "queue.json")
-        running = any(run.status == "running" for run in self.queue.runs)
-        return bool(self.processes) if self.signals else running
+        return bool(self.processes if self.signals else self._busy())
+
+    def _busy(self) -> int:
+        """Runs that are launched, or run by others."""
+        return sum(run.id in self.processes or run.status == "running" for run in self.queue.runs)
 
     def _may_start(self, run: Run) -> bool:
-        if self.signals or run.status not in ("queued", "interrupted"):
+        if self.signals or run.id in self.processes:
+            return False
+        if run.status not in ("queued", "interrupted"):
             return False
         # One that was stopped, and not killed, in this call was stopped on purpose.
         killed = run.exit_code is None or run.exit_code < 0
         return not self.tries[run.id] or (killed and self.tries[run.id] < TRIES)
 
     def _start(self, run: Run) -> None:
-        run.status = "running"
-        if held(self.out / run.directory):  # by a worker that outlived its sweep, or by hand: wait
+        worker = self.launch(self.out, run)
+        if worker is None:  # one that outlived its sweep, or a resume by hand: wait for it
+            run.status = "running"
             return
-        self.processes[run.id] = launch(self.out, run)
+        self.processes[run.id] = worker
         self.tries[run.id] += 1
+        self._watch(run)
 
     def _forward(self) -> None:
         """Hand signals on: a worker is asked once, then killed."""
-        for name, process in self.processes.items():
+        for name, worker in self.processes.items():
             told, self.told[name] = self.told[name], min(2, len(self.signals))
             if self.told[name] > told:
-                if self.told[name] == 1:
-                    process.send_signal(signal.SIGTERM)
-                else:
-                    kill_session(process)
+                worker.terminate() if self.told[name] == 1 else worker.kill()
 
-    def _reap(self, run: Run) -> None:
-        code = self.processes[run.id].poll()
+    def _watch(self, run: Run) -> None:
+        """Take note of a run's start, which an engine may put off, and of its end."""
+        worker = self.processes[run.id]
+        if worker.started and run.status != "running":
+            run.status = "running"
+            run.attempts += 1
+        code = worker.poll()
         if code is not None:
             del self.processes[run.id]
-            settle(self.out, run, code)
+            if run.status == "running":
+                settle(self.out, run, code)
 
     def _kill(self) -> None:
-        for process in self.processes.values():
-            kill_session(process)
-            process.wait()
-
-
-def launch(out: Path, run: Run) -> subprocess.Popen[bytes]:
-    """A process that begins a run, or goes on with it from its checkpoint."""
-    directory = out / run.directory
-    if (directory / "config.yaml").exists():
-        words = ["train", "--resume", run.directory]
-    else:
-        clear_beginning(directory)
-        words = ["train", "--config", run.config]
-    run.attempts += 1
-    threads = str(read_run(out, run).threads)
-    with open(out / run.log, "ab") as log:
-        log.write(f"$ python runner.py {' '.join(words)}\n".encode())
-        log.flush()
-        return subprocess.Popen(
-            [sys.executable, str(RUNNER), *words],
-            cwd=out,
-            env={**os.environ, "OMP_NUM_THREADS": threads},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # a terminal's Ctrl-C reaches workers through here alone
-        )
+        for worker in self.processes.values():
+            worker.kill()
+        while any(worker.poll() is None for worker in self.processes.values()):
+            time.sleep(TICK_SECONDS)
 
 
 def settle(out: Path, run: Run, code: int | None) -> None:
@@ -494,11 +559,29 @@ def settle(out: Path, run: Run, code: int | None) -> None:
         run.status = "failed"
 
 
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and what it has started."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def claim(out: Path, run: Run) -> BinaryIO | None:
+    """The log of a run, locked for as long as it is open here or in a process that inherits it;
+    None where another process holds the run."""
+    log = open(out / run.log, "ab")  # noqa: SIM115
+    if locks(log, fcntl.LOCK_EX) and not in_use(out / run.directory / ".lock"):
+        return log
+    log.close()
+    return None
+
+
+def command(out: Path, run: Run, log: BinaryIO) -> tuple[list[str], dict[str, str]]:
+    """The words that begin a run or go on with it, from the sweep's directory, and the environment
+    that they want; told to its log, which must have been claimed."""
+    directory = out / run.directory
+    if (directory / "config.yaml").exists():
+        words = ["--resume", run.directory]
+    else:
+        clear_beginning(directory)
+        words = ["--config", run.config]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(read_run(out, run).threads)}
+    log.write(f"$ python runner.py train {' '.join(words)}\n".encode())
+    log.flush()
+    return [sys.executable, str(RUNNER), "train", *words], environment
 
 
 def clear_beginning(run_dir: Path) -> None:
@@ -509,16 +592,27 @@ def clear_beginning(run_dir: Path) -> None:
         run_dir.rmdir()
 
 
-def held(run_dir: Path) -> bool:
-    """Whether a process holds the run directory."""
+def held(out: Path, run: Run) -> bool:
+    """Whether a process holds the run."""
+    return in_use(out / run.log) or in_use(out / run.directory / ".lock")
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process holds a lock of the file."""
     try:
-        with open(run_dir / ".lock") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(path, "rb") as file:
+            return not locks(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
-    return False
+
+
+def locks(file: BinaryIO, kind: int) -> bool:
+    """Lock an open file; whether no other process stands in the way."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def last_lines(path: Path, count: int = 8) -> list[str]:
@@ -538,7 +632,7 @@ def report(out: Path, runs: list[Run]) -> None:
     """The table on stdout; what failed, and how to go on, on stderr."""
     from rich.console import Console
 
-    display = Display(out, runs, 1)
+    display = Display(out, runs)
     for run in runs:
         display.look(run)
     Console().print(display.table())

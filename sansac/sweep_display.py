@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from sansac.progress import SafeStream, clock
+from sansac.progress import SafeStream, clock, takes_live
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -69,12 +69,12 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 class Display:
     """Shows `runs`, which whoever made it goes on to change.
 
-    with Display(out, runs, workers) as display:
+    with Display(out, runs) as display:
         display.refresh()  # as often as wanted
     """
 
-    def __init__(self, out: Path, runs: list[Run], workers: int) -> None:
-        self.out, self.runs, self.workers = out, runs, workers
+    def __init__(self, out: Path, runs: list[Run]) -> None:
+        self.out, self.runs = out, runs
         self.seen = {run.id: Seen() for run in runs}
         self.shown = {run.id: run.status for run in runs}
         self._stream = SafeStream(sys.stderr)
@@ -136,11 +136,12 @@ class Display:
         return 0 if over else max(0, run.total_steps - self.seen[run.id].step)
 
     def eta(self) -> float | None:
-        """Seconds to the end of the sweep, at the mean pace of its runs."""
+        """Seconds to the end of the sweep, at the mean pace of its runs and as many at a time."""
         paces = [s.seconds_a_step for s in self.seen.values() if s.seconds_a_step is not None]
-        if not paces or not (left := sum(self.left(run) for run in self.runs)):
+        at_a_time = sum(run.status == "running" for run in self.runs)
+        if not paces or not at_a_time:
             return None
-        at_a_time = min(self.workers, sum(self.left(run) > 0 for run in self.runs))
+        left = sum(self.left(run) for run in self.runs)
         return left * sum(paces) / len(paces) / at_a_time
 
     def table(self, height: int | None = None) -> Table:
@@ -178,7 +179,7 @@ class Display:
 
 def start_live(stream: SafeStream) -> Live | None:
     """A live display that its owner draws, or None where the stream is no terminal."""
-    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    if not takes_live(stream):
         return None
     from rich.console import Console
     from rich.live import Live

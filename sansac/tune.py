@@ -12,7 +12,6 @@ import csv
 import io
 import json
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -47,16 +46,17 @@ from sansac.logger import read_metrics
 from sansac.sweep import (
     OWN,
     TRIES,
+    Process,
     Run,
     base_of,
     cores,
     differing,
     held,
-    kill_session,
+    in_use,
     last_lines,
-    launch,
     nest,
     settle,
+    start,
     threads_each,
     value,
 )
@@ -375,7 +375,7 @@ class Job:
     runs: list[Run]
     lock: ExitStack  # the trial's directory is ours
     evaluations: list[dict[int, float]]  # of each run, by step
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     tries: int = 0  # starts of the present run
     told: int = 0  # signals that its process was handed on
     pruned: bool = False
@@ -412,7 +412,7 @@ class Tuner:
             finally:
                 for job in self.jobs.values():  # none is left unless something here went wrong
                     if job.process is not None:
-                        kill_session(job.process)
+                        job.process.kill()
                         job.process.wait()
         if self.signals:
             return 128 + self.signals[0]
@@ -463,7 +463,9 @@ class Tuner:
         """Whether a trial was under way in a process that is gone."""
         ours = trial.number in self.jobs or trial.number in self.let_go
         running = trial.state == TrialState.RUNNING
-        return running and not ours and not held(self.out / "trials" / str(trial.number))
+        return (
+            running and not ours and not in_use(self.out / "trials" / str(trial.number) / ".lock")
+        )
 
     def _prepare(self, number: int, seed: int, settings: dict[str, Any]) -> Run:
         """A trial's run with one seed, its configuration written. Raises ConfigError."""
@@ -515,7 +517,7 @@ class Tuner:
             if code is None:
                 return
             job.process = None
-        elif held(self.out / run.directory):  # by a run that outlived its search: wait for it
+        elif held(self.out, run):  # by a run that outlived its search: wait for it
             self._look(job, run)
             if self.signals:
                 self._let_go(job)
@@ -534,8 +536,8 @@ class Tuner:
         elif job.tries >= TRIES:
             self._end(job, TrialState.FAIL, f"killed {TRIES} times, log {self.out / run.log}")
         else:
-            job.process, job.told = launch(self.out, run), 0
-            job.tries += 1
+            job.process, job.told = start(self.out, run), 0
+            job.tries += job.process is not None
 
     def _next_run(self, job: Job) -> None:
         """After a run that is finished: the next seed's, or the end."""
@@ -580,7 +582,7 @@ class Tuner:
             if job.told == 1:
                 job.process.send_signal(signal.SIGTERM)
             else:
-                kill_session(job.process)
+                job.process.kill()
 
     # -- what is shown ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -53,6 +54,22 @@ def tiny(runs_dir: Path | None = None, **changes: Any) -> Config:
 def flags(config: Config) -> list[str]:
     """The options that make the command line read exactly this configuration."""
     return [word for name, value in leaves(config.dump()).items() for word in flag(name, value)]
+
+
+def options(**changes: Any) -> list[str]:
+    """Words of a training in about a second, but for what a sweep or its test chooses itself."""
+    words, kept = flags(tiny(**changes)), []
+    for word in words:
+        if word.startswith("--"):
+            kept.append([])
+        kept[-1].append(word)
+    ours = ("--name", "--runs-dir", "--seed", "--no-san", "--threads")
+    mine = [option for option in kept if option[0] not in ours and option[1:] != ["None"]]
+    return [word for option in mine for word in option]
+
+
+def entries(out: Path) -> dict[str, dict[str, Any]]:
+    return {run["id"]: run for run in json.loads((out / "queue.json").read_text())["runs"]}
 
 
 def flag(name: str, value: Any) -> list[str]:
@@ -158,6 +175,15 @@ def comparable(run_dir: Path) -> dict[str, Any]:
     return {"state": state, "best": best["algorithm"], "rows": kept}
 
 
+# runner.py for `python -c`, where this process may have been told to ignore interrupts.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import runner
+sys.exit(runner.main(sys.argv[1:]))
+"""
+
+
 def start(*words: str, new_group: bool = False) -> subprocess.Popen[str]:
     """A Python process of its own, if wanted in a process group of its own, with sansac on its
     path."""
@@ -182,3 +208,76 @@ def wait_for(
             pytest.fail("ended early: " + process.communicate()[1])
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.02)
+
+
+# -- wandb -----------------------------------------------------------------------------------------
+
+KEY = "c0ffee" * 6 + "beef"  # as long as an API key is
+
+
+@pytest.fixture
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test starts as on a machine without wandb login, environment or home."""
+    for name in os.environ:
+        if name.startswith("WANDB_") and name not in ("WANDB_SERVICE", "WANDB_ERROR_REPORTING"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+
+
+def wandb_records(directory: Path) -> list[dict[str, Any]]:
+    """Records of the one offline run in a directory, as wandb's own reader tells them."""
+    (file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", str(file), "--json"]
+    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wandb_rows(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+
+
+class FakeWandb(ModuleType):
+    """wandb as seen by a logged-in user, with a server that remembers its runs."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.Settings = dict
+        self.server: dict[str, list[dict[str, Any]]] = {}
+        self.artifacts: list[Any] = []
+        self.init_calls: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.init_calls.append(options)
+        name = options["id"]
+        resumed = name in self.server
+        rows = self.server.setdefault(name, [])
+        return SimpleNamespace(
+            id=name,
+            resumed=resumed,
+            summary={"step": rows[-1]["step"]} if rows else {},
+            log=rows.append,
+            log_artifact=self.artifacts.append,
+            define_metric=lambda *args, **kwargs: None,
+            finish=lambda: None,
+            url=f"https://wandb.example.org/{name}",
+        )
+
+    def Artifact(self, name: str, type: str) -> Any:
+        files: list[str] = []
+        return SimpleNamespace(
+            name=name, type=type, files=files, add_file=files.append, add_dir=files.append
+        )
+
+
+@pytest.fixture
+def fake_wandb(no_account: None, monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    return fake

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from html import unescape
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
 from conftest import tiny
@@ -33,7 +35,7 @@ from sansac.compare import (
     read_runs,
     summary,
 )
-from sansac.compare_plots import looks
+from sansac.compare_plots import curve_lines, draw_curves, looks
 from sansac.config import ConfigError, merge
 from sansac.logger import JsonLines
 from sansac.manager import Manager
@@ -169,6 +171,10 @@ def test_a_groups_numbers_are_those_worked_out_by_hand(make: Make, tmp_path: Pat
         "minutes": 2.5, "firing_rate_0": 0.25, "firing_rate_1": 0.5,
         "steps_to_threshold": np.inf, "reached": 2,
     }  # fmt: skip
+    rates = [160 / (60 * k) for k in (1, 2, 3, 4)]
+    assert row.pop("steps_per_second") == pytest.approx(np.mean(rates))
+    assert row.pop("updates_per_second") == pytest.approx(np.mean(rates) / 2)
+    assert np.isnan(row.pop("gpu_energy_joules"))
     assert row == expected
     assert summary(group, -1.5)["steps_to_threshold"] == 160
     assert summary(group, -2.0)["steps_to_threshold"] == 80
@@ -191,12 +197,22 @@ def test_a_curve_is_the_interquartile_mean_where_all_finished_seeds_have_been(
     assert list(curve(group, "updates").x) == [20, 30, 40]
 
 
+def test_runs_evaluated_at_different_times_alone_have_no_common_curve(
+    make: Make, tmp_path: Path
+) -> None:
+    make("d0", evaluations=[(40, 1.0)], seed=0)
+    make("d1", evaluations=[(80, 2.0)], seed=1)
+    comparison = compare([tmp_path], tmp_path / "out")
+    assert not len(comparison.curves["step"]["dense"].x)
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_group_with_nothing_finished_shows_how_far_it_is(make: Make, tmp_path: Path) -> None:
     make("one", evaluations=[(80, 4.0)], record={"status": "running", "final": {}})
     make("two", evaluations=[], record={"status": "failed", "final": {}})
     comparison = compare([tmp_path], tmp_path / "out")
-    assert list(comparison.curves["step"]["dense"].iqm) == [4.0]
+    assert list(comparison.curves["step"]["dense"].y) == [4.0]
     assert comparison.table[1][:3] == ["dense", "0 of 2", "–"]
     assert comparison.improvements == []
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"curves"}
@@ -370,7 +386,7 @@ def test_the_report_stands_on_its_own(out: tuple[Path, Comparison]) -> None:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     (policy,) = [meta["content"] for meta in parsed.all("meta") if "http-equiv" in meta]
     assert policy == (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{digest}'"
     )
 
@@ -379,12 +395,123 @@ def test_the_report_tells_the_numbers_and_escapes_names(out: tuple[Path, Compari
     directory, comparison = out
     parsed = Page(directory / "report.html")
     assert len(parsed.all("script")) == 1
-    for row in [*comparison.table, *comparison.improvement_table]:
+    for row in [*comparison.table, *comparison.improvement_table, *comparison.cost_table]:
         assert "".join(row) in parsed.text
     for flag in comparison.flags:
         assert flag in parsed.text
     assert f"wandb_project {EVIL}" in parsed.text
     assert "running" in parsed.text and "aaaaaaaaaa" in parsed.text
+
+
+def test_the_report_holds_the_values_under_the_pointer(out: tuple[Path, Comparison]) -> None:
+    """They are the curves' own, and the panels lie where the picture has its axes."""
+    directory, comparison = out
+    held = [tag["data-panels"] for tag in Page(directory / "report.html").all("div")
+            if "data-panels" in tag]  # fmt: skip
+    curves, profile = (json.loads(panels) for panels in held if panels)
+    assert [panel["label"] for panel in curves] == [
+        "environment steps", "gradient updates", "minutes of collecting and learning"
+    ]  # fmt: skip
+    for panel, by_group in zip(curves, comparison.curves.values(), strict=True):
+        assert {line["name"]: (line["x"], line["y"], line["low"]) for line in panel["lines"]} == {
+            name: tuple(map(pytest.approx, (curve.x, curve.y, curve.low)))
+            for name, curve in by_group.items()
+        }
+    image = imread(directory / "curves.png")[..., :3].mean(2)
+    height, width = image.shape
+    for left, bottom, wide, tall in (panel["box"] for panel in curves):
+        spine = image[
+            round(height * (1 - bottom - tall)) + 2 : round(height * (1 - bottom)) - 2,
+            round(width * left) - 2 : round(width * left) + 3,
+        ]
+        assert spine.min(1).max() < 0.5, "the left end of the axes"
+        below = image[
+            round(height * (1 - bottom)) - 2 : round(height * (1 - bottom)) + 3,
+            round(width * left) + 2 : round(width * (left + wide)) - 2,
+        ]
+        assert below.min(0).max() < 0.5, "their lower end"
+    (panel,) = profile
+    for line, group in zip(panel["lines"], comparison.groups, strict=True):
+        above = [(group.scores > x).mean() for x in line["x"]]
+        assert line["y"] == pytest.approx(above, abs=1e-5)
+
+
+def test_what_is_not_known_is_null_under_the_pointer(make: Make, tmp_path: Path) -> None:
+    """One seed has no interval, and JSON no NaN."""
+    make("alone", evaluations=[(80, float("inf")), (120, 1.0), (160, 2.0)])
+    (group,) = group_runs(read_runs([tmp_path]), "actor")
+    lines = curve_lines(Comparison([group], "actor", None, []))
+    shown = page.Picture("p", "", "", lambda: draw_curves(Comparison([group], "actor", None, [])),
+                         lines)  # fmt: skip
+    line = json.loads(page.panels(shown))[0]["lines"][0]
+    assert line["x"] == [120, 160] and line["low"] == line["high"] == [None, None]
+
+
+def film(run: Path, shade: int) -> bytes:
+    path = run / "videos" / "step-160.mp4"
+    path.parent.mkdir()
+    iio.imwrite(path, np.full((5, 32, 32, 3), shade, np.uint8), fps=10)
+    return path.read_bytes()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_report_shows_the_video_of_the_median_seed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    videos = {
+        seed: film(make(f"d{seed}", [float(score)], seed=seed), 60 * seed)
+        for seed, score in enumerate([7, 1, 3, 9])
+    }
+    make("s", san=True, seed=5)
+    out = tmp_path / "out"
+    compare([tmp_path / "runs"], out)
+    (video,) = Page(out / "report.html").all("video")
+    assert str(video["src"]) == "data:video/mp4;base64," + base64.b64encode(videos[2]).decode()
+    still = iio.imread(base64.b64decode(str(video["poster"]).partition(",")[2]))
+    assert abs(still.mean() - 120) < 6
+    text = Page(out / "report.html").text
+    assert "dense, seed 2, score 3.0" in text and "spiking, seed 5, score 2.0: no video" in text
+    monkeypatch.setattr("sansac.compare.MOST_VIDEO", 100)
+    compare([tmp_path / "runs"], out, overwrite=True)
+    parsed = Page(out / "report.html")
+    assert not parsed.all("video") and "<h2>Videos" not in parsed.text
+    (tmp_path / "runs" / "d2" / "videos" / "step-160.mp4").write_bytes(b"<torn>")
+    monkeypatch.setattr("sansac.compare.MOST_VIDEO", 10**6)
+    film(tmp_path / "runs" / "s", 90)
+    compare([tmp_path / "runs"], out, overwrite=True)
+    parsed = Page(out / "report.html")
+    assert len(parsed.all("video")) == 1
+    assert "dense, seed 2, score 3.0: no video (" in parsed.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_throughput_and_energy_are_told(make: Make, tmp_path: Path) -> None:
+    for seed, (seconds, joules) in enumerate([(16.0, 3000.0), (32.0, 6000.0)]):
+        run = make(f"d{seed}", seed=seed, seconds=seconds)
+        metrics = JsonLines(run / "metrics.jsonl", 160)
+        row = {"step": 160, "updates": 80, "time": seconds, "gpu/energy_joules": joules}
+        metrics.log(row)
+        metrics.close()
+    make("s", san=True, seconds=80.0)
+    out = tmp_path / "out"
+    comparison = compare([tmp_path / "runs"], out)
+    assert comparison.cost_table == [
+        ["training", "steps a second", "updates a second", "GPU energy"],
+        ["dense", "8", "4", "4.5 kJ"],
+        ["spiking", "2", "1", "–"],
+    ]
+    assert "| dense | 8 | 4 | 4.5 kJ |" in (out / "table.md").read_text()
+    assert "4.5 kJ" in Page(out / "report.html").text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_settings_unlike_the_first_groups_are_marked(make: Make, tmp_path: Path) -> None:
+    make("d", learning={"gamma": 0.9, "tau": 0.1})
+    make("s", san=True, learning={"gamma": 0.8, "tau": 0.1})
+    make("t", san=True, learning={"gamma": 0.9, "tau": 0.2})
+    compare([tmp_path / "runs"], tmp_path / "out")
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert re.findall("<mark>(.*?)</mark>", html) == ["0.8 | 0.9", "0.1 | 0.2"]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,11 +1,9 @@
-"""Evaluation: every statistic against a value worked out by hand, and the pictures it gives."""
+"""Evaluation: every statistic against a value worked out by hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from sansac import evaluation
 from sansac.environments import EVALUATION, TRAINING, Episodic, episode_seed
-from sansac.evaluation import evaluate, record_video, run_episode
+from sansac.evaluation import evaluate, run_episode
 from sansac.manager import Manager
 
 
@@ -175,34 +173,3 @@ def test_an_observation_of_float64_is_accepted() -> None:
     """case 5"""
     policy = agent().policy
     assert (policy(np.zeros(2, np.float64)) == policy(np.zeros(2, np.float32))).all()
-
-
-def test_a_video_shows_every_step_of_the_episode(tmp_path: Path) -> None:
-    path = tmp_path / "videos" / "episode.mp4"
-    total = record_video(agent().policy, Line(length=6, render_mode="rgb_array"), 0, path)
-    assert total == 81
-    frames = iio.imread(path)
-    assert frames.shape == (6, 32, 48, 3)
-    assert iio.immeta(path)["fps"] == 20
-    shades = frames.mean((1, 2, 3))
-    np.testing.assert_allclose(shades, [40, 80, 120, 160, 200, 0], atol=6)
-
-
-def test_the_video_is_the_first_episode_of_the_evaluation(tmp_path: Path) -> None:
-    """case 11: the walker on film is the one whose return is reported."""
-    manager = Manager(tiny(env="BipedalWalker-v3", env_kwargs={"max_episode_steps": 20}))
-    path = tmp_path / "walker.mp4"
-    film = Manager(manager.config)
-    total = record_video(film.policy, rendered(film), 4, path)
-    assert total == manager.evaluate(episodes=1, seed=4)["returns"][0]
-    frames = iio.imread(path)
-    assert frames.shape == (20, 400, 600, 3)
-    changes = np.abs(np.diff(frames.astype(int), axis=0)).mean((1, 2, 3))
-    assert (changes > 0).all(), "the walker moves"
-    assert len(np.unique(frames[0].reshape(-1, 3), axis=0)) > 10, "there is something to see"
-
-
-def rendered(manager: Manager) -> Any:
-    from sansac.environments import env_factory
-
-    return env_factory(manager.config, "rgb_array")()

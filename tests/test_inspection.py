@@ -222,6 +222,19 @@ def test_the_raster_shows_every_spike() -> None:
             assert (left, right, bottom, top) == (steps.start, steps.stop, rows, 0)
 
 
+@pytest.mark.parametrize("length", [5, 40, 70, 100, 736])
+def test_frames_stay_within_the_axes(length: int) -> None:
+    """All as high as each other; the last may be cut."""
+    episode = record_episode(line(length=length, render_mode="rgb_array"), seed=0)
+    figure = draw_raster(episode, "C0", range(length))
+    figure.draw_without_rendering()
+    strip = figure.axes[0]
+    frames = [place.images[0].get_window_extent() for place in strip.child_axes]  # type: ignore[attr-defined]
+    assert len(frames) > 3
+    assert max(frame.x1 for frame in frames) < strip.bbox.x1 + 1
+    assert np.ptp([frame.height for frame in frames]) < 2
+
+
 def test_a_membrane_starts_from_reset_and_falls_to_it() -> None:
     voltage = np.array([[0.2, 0.7], [0.3, 0.4]])
     spikes = voltage > 0.5
@@ -489,5 +502,6 @@ def test_an_error_is_one_message_and_leaves_nothing(
     monkeypatch.chdir(agents)
     found, out, err = call(capsys, *words)
     assert (found, out) == (code, "")
-    assert named in err and err.startswith("error: ") and "Traceback" not in err
+    last = err.splitlines()[-1]  # whatever was told of progress before
+    assert named in last and last.startswith("error: ") and "Traceback" not in err
     assert not list(agents.glob("*/inspection")) and not (agents / "inspection").exists()

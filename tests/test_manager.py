@@ -840,6 +840,11 @@ def test_an_agent_directory_is_not_overwritten_unasked(tmp_path: Path) -> None:
         manager.save(tmp_path / "new")
     manager.step = 5
     manager.save(tmp_path / "new", overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        manager.save(tmp_path / "file", overwrite=True)
+    with pytest.raises(ConfigError, match="expected 1 or more, found 0"):
+        manager.evaluate(episodes=0)
     assert Manager.load(tmp_path / "new").step == 5
 
 

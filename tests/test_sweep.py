@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import comparable, differences, flags, load_state, start, tiny, wait_for
+from conftest import (
+    comparable,
+    differences,
+    entries,
+    load_state,
+    options,
+    start,
+    tiny,
+    wait_for,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +32,6 @@ from sansac.manager import Manager
 from sansac.sweep_display import Display, Seen, tail
 
 Call = Callable[..., tuple[int, str, str]]
-
-OURS = ("--name", "--runs-dir", "--seed", "--no-san", "--threads")
 
 
 @pytest.fixture
@@ -46,22 +53,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps that are planned and written but start nothing."""
-    monkeypatch.setattr(sweep.Workers, "work", lambda self, retry: 0)
-
-
-def options(**changes: Any) -> list[str]:
-    """Words of a training in about a second, but for what a sweep or its test chooses itself."""
-    words, kept = flags(tiny(**changes)), []
-    for word in words:
-        if word.startswith("--"):
-            kept.append([])
-        kept[-1].append(word)
-    mine = [option for option in kept if option[0] not in OURS and option[1:] != ["None"]]
-    return [word for option in mine for word in option]
-
-
-def entries(out: Path) -> dict[str, dict[str, Any]]:
-    return {run["id"]: run for run in json.loads((out / "queue.json").read_text())["runs"]}
+    monkeypatch.setattr(sweep.Workers, "work", lambda self: 0)
 
 
 def statuses(out: Path) -> list[str]:
@@ -330,7 +322,7 @@ def test_the_table_tells_where_runs_stand(tmp_path: Path, capsys: pytest.Capture
         rows = [{"step": s, "time": s / 10, "eval/return_mean": s / 4} for s in (100, steps)]
         text = "\n".join(map(json.dumps, rows))
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    with Display(tmp_path, runs, 1) as display:
+    with Display(tmp_path, runs) as display:
         display.refresh()
         assert display.row(runs[0], ["spiking.tau"])[2:] == [
             "2.0", "1,000", "100%", "5.2", "", "finished",
@@ -346,7 +338,7 @@ def test_the_table_tells_where_runs_stand(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_sweep_without_rows_has_no_eta(tmp_path: Path) -> None:
-    display = Display(tmp_path, [a_run("new")], 2)
+    display = Display(tmp_path, [a_run("new")])
     assert display.eta() is None and display.text() == "0% of 1 runs, 0 finished, 1 queued"
     assert math.isclose(sweep_display.LOOK_SECONDS, 1)
 
@@ -464,7 +456,7 @@ def test_workers_that_outlive_their_sweep_are_waited_for(call: Call, tmp_path: P
     process.kill()
     process.communicate()
     assert statuses(out) == ["running"]
-    assert sweep.held(run)
+    assert sweep.held(out, sweep.Queue.load(out / "queue.json").runs[0])
     assert call("--out", out)[0] == 0
     entry = entries(out)["dense-s5"]
     assert (entry["status"], entry["attempts"]) == ("finished", 1)

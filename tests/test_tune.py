@@ -83,7 +83,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         with open(out / run.log, "ab") as log:
             return subprocess.Popen(words, cwd=out, stdout=log, stderr=log, start_new_session=True)
 
-    monkeypatch.setattr(tune, "launch", launch)
+    monkeypatch.setattr(tune, "start", launch)
     monkeypatch.setattr(tune, "TICK_SECONDS", 0.005)
     monkeypatch.setattr(tune, "LOOK_SECONDS", 0.0)
     return seen
@@ -326,7 +326,7 @@ def test_a_killed_run_is_started_again_then_given_up(
     call: Call, tmp_path: Path, words: list[str], stand_in: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    launch, kills = tune.launch, []
+    launch, kills = tune.start, []
 
     def killed(out: Path, run: sweep.Run) -> subprocess.Popen[bytes]:
         if run.id == "trial0-s0" or (run.id == "trial1-s0" and not kills):
@@ -336,7 +336,7 @@ def test_a_killed_run_is_started_again_then_given_up(
             return seen
         return launch(out, run)
 
-    monkeypatch.setattr(tune, "launch", killed)
+    monkeypatch.setattr(tune, "start", killed)
     assert call(*words, "--trials", "2")[0] == 0
     first, second = trials(tmp_path / "search")
     assert (first["state"], second["state"]) == ("failed", "finished")
@@ -350,7 +350,7 @@ import subprocess, sys
 import runner
 from sansac import tune
 tune.TICK_SECONDS = 0.005
-tune.launch = lambda out, run: subprocess.Popen(
+tune.start = lambda out, run: subprocess.Popen(
     [sys.executable, "-c", {STAND_IN!r}, run.config, run.directory, "plain"], cwd=out)
 sys.exit(runner.main({["tune", *words, "--trials", "12"]!r}))
 """

@@ -1,0 +1,172 @@
+"""The training benchmark: what it counts as products, and that each of its parts runs. No timing is
+asserted: a test's machine is never quiet."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import contenders, costs, train
+from benchmarks.contenders import QUICK, Setup
+from sansac.config import load_yaml
+
+FAST = (
+    "update", "limit", "spiking-t2-linear", "quantiles", "sampling", "buffer", "collect", "logging",
+    "action", "action-slow",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The benchmark sets torch's threads for its process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["dense", "spiking", "popsan"])
+def test_the_products_of_an_update_are_those_that_torch_counts(name: str) -> None:
+    layers = {"dense": {}, "spiking": contenders.spiking(5, "shared")}
+    layer: dict[str, Any] = layers[name] if name in layers else load_yaml(Path(name))
+    setup = Setup(batch=16)
+    update, products = contenders.updater(setup, layer), contenders.product_calls(setup, layer)
+    update()
+    with FlopCounterMode(display=False) as expected:
+        update()
+    with FlopCounterMode(display=False) as found:
+        for product in products:
+            product()
+    assert found.get_total_flops() == expected.get_total_flops()
+
+
+def test_the_products_of_a_dense_update_are_those_of_its_equations() -> None:
+    """Passes: actor on both observations, its gradients; target, online critics and their
+    gradients, critics in the actor's loss and their gradient with respect to inputs."""
+    actor, head, critic, value = 24 * 256, 256 * 256, 28 * 256, 256
+    actor_pass, critics_pass = actor + head + 2 * 256 * 4, 2 * (critic + head + value)
+    gradients = actor_pass + (actor_pass - actor) + critics_pass + (critics_pass - 2 * critic)
+    products = 2 * actor_pass + 3 * critics_pass + gradients + critics_pass
+    calls = contenders.product_calls(Setup())
+    with FlopCounterMode(display=False) as found:
+        for product in calls:
+            product()
+    assert found.get_total_flops() == 2 * 256 * products
+
+
+def test_quick_rows_give_a_table_a_file_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "train.json", tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- measured: cpu, 1 thread -->\nold\n<!-- end: cpu, 1 thread -->\nafter\n"
+    )
+    train.main(["--quick", "--rows", *FAST, "--out", str(out), "--markdown", str(page)])
+    report = json.loads(out.read_text())
+    assert report.keys() == {"machine", "setup", "rows", "rounds", "skipped"}
+    assert {"machine", "cores", "threads", "load", "commit", "versions"} <= report["machine"].keys()
+    assert [row["name"] for row in report["rows"]] == [r.name for r in train.CPU if r.name in FAST]
+    for row in report["rows"]:
+        assert row.keys() >= {"what", "of", "to", "target", "at_most", "unit"}
+        assert math.isfinite(row["value"]), row
+        assert row["met"] is ((row["value"] <= row["target"]) == row["at_most"]), row
+    assert not report["skipped"]
+    assert all(len(turns) == 2 for turns in report["rounds"].values())
+    shown, text = capsys.readouterr().out, page.read_text()
+    assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n") and "old" not in text
+    for row in report["rows"]:
+        assert f"| {row['name']} | {row['what']} |" in text
+        assert row["name"] in shown
+
+
+def test_the_verdict_is_that_of_the_medians() -> None:
+    rounds = {
+        "a": [{"us": 6.0}, {"us": 5.0}, {"us": 99.0}],
+        "b": [{"us": 2.0}, {"us": 1.0}, {"us": 3.0}],
+    }
+    for target, at_most, unit, met in (
+        (3.0, False, "x", True), (3.1, False, "x", False), (3.0, True, "x", True),
+        (2.9, True, "x", False), (299.0, False, "%", True), (None, False, "x", None),
+    ):  # fmt: skip
+        row = train.Row("r", "", ("a", "us"), ("b", "us"), target, at_most, unit)
+        (result,) = train.assess([row], rounds)
+        assert result["value"] == (300.0 if unit == "%" else 3.0)
+        assert result["met"] is met
+    (result,) = train.assess([train.Row("r", "", ("a", "us"), ("absent", "us"))], rounds)
+    assert result["value"] is result["met"] is None
+
+
+def test_a_peer_that_is_absent_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    report = train.main(["--quick", "--rows", "cores-sbx"])
+    assert report["rows"][0]["value"] is report["rows"][0]["met"] is None
+    assert "requirements-bench.txt" in report["skipped"]["SBX learn"]
+    assert "sbx is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "updat"], "unknown updat; choose from update, "),
+        (["--threads", "0"], "at least 1, found 0"),
+        (["--out", "/nowhere/x.json"], "there is no directory /nowhere"),
+        (["--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        train.main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_row_has_its_contenders() -> None:
+    known = {name for family in contenders.FAMILIES.values() for name in family}
+    for rows in train.ROWS.values():
+        assert len({row.name for row in rows}) == len(rows)
+        assert all(row.contenders() <= known for row in rows)
+    assert contenders.FAMILIES.keys() == train.ROUNDS.keys()
+    assert all(n >= 5 for family, n in train.ROUNDS.items() if family != "memory")
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    points = [[value, 1.0 + value] for value in (1, 2, 4)]
+    results = {name: dict.fromkeys(c.actors, points) for name, c in costs.CURVES.items()}
+    path = costs.draw(results, tmp_path / "new")
+    assert path == tmp_path / "new" / "cost.png"
+    assert imread(path).shape == (720, 1200, 4)
+
+
+def test_the_profile_is_the_whole_update() -> None:
+    shares = costs.shares(Setup(**QUICK), costs.DENSE, updates=3)  # type: ignore[arg-type]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(0 < share < 1 for share in shares.values())
+
+
+@pytest.mark.slow
+def test_all_of_it_runs(tmp_path: Path) -> None:
+    report = train.main(["--quick", "--curves", str(tmp_path)])
+    skipped = set(report["skipped"])
+    assert skipped <= {"SBX learn"}
+    for row in report["rows"]:
+        assert (row["value"] is None) == (skipped & {row["of"][0], *(row["to"] or ())[:1]} != set())
+    assert {name: len(c["spiking"]) for name, c in report["curves"].items()} == dict.fromkeys(
+        costs.CURVES, 2
+    )
+    assert (tmp_path / "cost.png").exists()
