@@ -418,20 +418,20 @@ def test_the_steepest_fall_is_suggested() -> None:
     """A critics' loss whose log10 falls from 1 to -1 as a logistic around 1e-3, then rises."""
     rate = np.geomspace(1e-6, 1, 601)
     x = np.log10(rate)
-    log = 1 - 2 / (1 + np.exp(-4 * (x + 3))) + 3 * np.maximum(0, x + 1) ** 2
+    log = 1 - 2 / (1 + np.exp(-2 * (x + 3))) + 2 * np.maximum(0, x + 1) ** 2
     noise = np.random.default_rng(0).normal(0, 0.02, len(x))
     rows = [(r, 10**y, -1.0, math.nan) for r, y in zip(rate, log + noise, strict=True)]
     rows[100] = (*rows[100][:3], -5.0)
     rows.append((1.1, math.nan, math.nan, math.nan))
     found = probes.judge("", "all", rows, True)
     assert found.suggestion == pytest.approx(1e-3, rel=0.3)
-    assert np.abs(np.log10(found.smooth) - log)[30:-30].max() < 0.1
+    assert np.abs(np.log10(found.smooth) - log)[30:-30].max() < 0.15
     steepest = found.slope[np.abs(x + 3).argmin()]
-    assert steepest == pytest.approx(-2, rel=0.15)  # a logistic's: height x 4 / 4
+    assert steepest == pytest.approx(-1, rel=0.15)  # a logistic's: height x 2 / 4
     assert found.best_return == (-5.0, rate[100])
-    assert found.options.startswith(
-        "--actor.learning-rate 0.001 --critic.learning-rate 0.001 --sac"
-    )
+    rates = re.findall(r"--(\w+)\.learning-rate (\S+)", found.options)
+    assert [name for name, _ in rates] == ["actor", "critic", "sac"]
+    assert {rate for _, rate in rates} == {f"{found.suggestion:.2g}"}
     rising = [(r, 1 + i, -1.0, -1.0) for i, r in enumerate(rate)]
     assert probes.judge("", "critic", rising, False).suggestion is None
 
