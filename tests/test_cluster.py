@@ -222,6 +222,7 @@ def submit(script: str, number: int, **where: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", str(copy)], env=environment, text=True, **pipes, **where)
 
 
+@pytest.mark.slow
 def test_an_array_job_runs_what_is_left_and_goes_on_after_a_time_limit(
     call: Call, tmp_path: Path
 ) -> None:

@@ -365,6 +365,7 @@ sys.exit(runner.main({["tune", *words, "--trials", "12"]!r}))
 # -- a search over real runs -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_interrupted_halfway_goes_on(call: Call, tmp_path: Path, words: list[str]) -> None:
     """The trial that was under way ends as if it had been left alone."""
     out = tmp_path / "search"
