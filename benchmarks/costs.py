@@ -142,7 +142,7 @@ def draw(results: dict[str, Any], directory: Path) -> Path:
         values = [value for value, _ in next(iter(actors.values()))]
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.set_xlabel(curve.label)
-        axes.set_ylabel(f"{unit} {what}" if unit == "s" else f"{unit} an {what}")
+        axes.set_ylabel(f"{unit} per {what}")
         axes.grid(alpha=0.3)
     last = figure.axes[len(results)]
     last.axis("off")
