@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's.
 BLUE, ORANGE, GREEN = COLORS["dense"], COLORS["spiking"], "#009E73"
-LINES = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9")
+# And a dash and a marker each, for print in grey.
+LINES = (
+    (BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, "-.", "^"), ("#CC79A7", ":", "P"),
+    ("#56B4E9", (0, (5, 1)), "D"),
+)  # fmt: skip
 
 
 def plot_history(trials: Sequence[tuple[int, float, str]], title: str, path: Path) -> None:
@@ -85,11 +89,12 @@ def plot_optimizers(probes: Sequence[Probe], title: str, path: Path) -> None:
     best = {probe.optimizer: probe for probe in reversed(probes)}
     figure = new_figure(9, 3.9)
     loss, returns = figure.subplots(1, 2)
-    for color, probe in zip(LINES, reversed(best.values()), strict=False):
+    for (color, dash, marker), probe in zip(LINES, reversed(best.values()), strict=False):
         sigma = max(1.0, len(probe.losses) / 50)
         smooth = gaussian_filter1d(probe.losses, sigma, mode="nearest")
-        loss.plot(np.arange(1, len(smooth) + 1), smooth, color=color)
-        returns.plot(probe.updates, probe.returns, "o-", ms=4, color=color, label=probe.name)
+        loss.plot(np.arange(1, len(smooth) + 1), smooth, color=color, ls=dash)
+        returns.plot(probe.updates, probe.returns, ls=dash, marker=marker, ms=4, color=color,
+                     label=probe.name)  # fmt: skip
     loss.set(xlabel="updates", ylabel="critic loss, smoothed", yscale="log")
     returns.set(xlabel="updates", ylabel="mean return")
     for axes in (loss, returns):

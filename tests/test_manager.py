@@ -210,11 +210,14 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_at_0(tmp_path: Path) 
     code += "Manager(Config(**json.loads(sys.argv[1]))).train()"
     process = start("-c", code, json.dumps(long.dump()))
     run_dir = tmp_path / "Pendulum-v1" / "killed"
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir)) > 30, process)
-    with pytest.raises(ConfigError, match="is in use by another process"):
-        Manager.resume(run_dir, total_steps=160).train()
-    process.kill()
-    process.communicate()
+    metrics = run_dir / "metrics.jsonl"
+    try:
+        wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 30, process)
+        with pytest.raises(ConfigError, match="is in use by another process"):
+            Manager.resume(run_dir, total_steps=160).train()
+    finally:
+        process.kill()
+        process.communicate()
     assert not (run_dir / "checkpoints").exists()
     assert read_record(run_dir)["status"] == "running"
     resumed = Manager.resume(run_dir, total_steps=160)
