@@ -396,6 +396,7 @@ def test_a_search_interrupted_halfway_goes_on(call: Call, tmp_path: Path, words:
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["best.pt"]
 
 
+@pytest.mark.slow
 def test_a_search_that_was_killed_goes_on(call: Call, tmp_path: Path, words: list[str]) -> None:
     """The trial is not lost, and its run, which lives on, is not run twice."""
     out = tmp_path / "search"
