@@ -152,6 +152,7 @@ def test_a_run_that_was_split_equals_the_run_that_was_not(stack: str, tmp_path: 
         assert read_record(run_dir)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_environments_in_processes_of_their_own_make_no_difference(tmp_path: Path) -> None:
     """A split run with asynchronous environments equals a whole one with synchronous ones."""
     config = tiny(tmp_path, normalize_observations=False)

@@ -346,6 +346,7 @@ def test_a_sweep_without_rows_has_no_eta(tmp_path: Path) -> None:
 # -- real workers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_stopped_halfway_goes_on(call: Call, tmp_path: Path) -> None:
     """Its runs end like runs that were left alone, and what had finished is not touched."""
     out = tmp_path / "sweep"
@@ -407,6 +408,7 @@ def meddle(monkeypatch: pytest.MonkeyPatch, act: Callable[[sweep.Workers], None]
     monkeypatch.setattr(sweep.Workers, "_tick", meddled)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_resumed(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,6 +449,7 @@ def test_a_second_signal_kills(call: Call, tmp_path: Path, monkeypatch: pytest.M
     assert statuses(out) == ["interrupted"]
 
 
+@pytest.mark.slow
 def test_workers_that_outlive_their_sweep_are_waited_for(call: Call, tmp_path: Path) -> None:
     """Nothing is run twice: the run that a killed sweep left behind ends by itself."""
     out = tmp_path / "sweep"

@@ -252,6 +252,7 @@ def test_what_cannot_be_sent_is_named(
     assert (code, out) == (2, "") and named in err
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_reached_is_one_message(tmp_path: Path) -> None:
     run = a_run(tmp_path / "dense-s0", rows_to(100))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -252,6 +252,7 @@ def test_the_best_of_a_search_is_a_preset(
     assert stand_in["starts"][:3] == ["trial0-s0", "trial0-s1", "trial1-s0"]
 
 
+@pytest.mark.slow
 def test_a_search_that_was_split_proposes_what_it_would_have(
     call: Call, tmp_path: Path, words: list[str], stand_in: dict[str, Any]
 ) -> None:
@@ -343,6 +344,7 @@ def test_a_killed_run_is_started_again_then_given_up(
     assert "killed 3 times" in first["failure"] and len(kills) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_search(tmp_path: Path, words: list[str]) -> None:
     """They take different trials of one search, and no more than there are."""
     code = f"""
