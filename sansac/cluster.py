@@ -57,9 +57,10 @@ def connected(address: str) -> Iterator[Launch]:
     print(f"connecting to Ray ({address})", file=sys.stderr)
     try:
         ray.init(address=address, logging_level=logging.ERROR, **(alone if local else {}))
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of many kinds: a start that takes too long is a bare one
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"--ray: no cluster was reached at {address}: {reason}") from None
+        what = "Ray did not start" if local else f"no cluster was reached at {address}"
+        raise ConfigError(f"--ray: {what}: {reason}") from None
     try:
         yield Remote
     finally:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import runner
 from sansac import cluster
 from sansac.checkpoint import read_config, read_record
 from sansac.manager import Manager
+from sansac.sweep import Queue
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -138,6 +140,28 @@ def test_a_machine_that_dies_loses_nothing_and_nothing_runs_twice(
     assert differences(comparable(runs / again[0]), left) == []
 
 
+def test_a_run_is_begun_once_whoever_held_it_lets_go(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that outlived the Ray that started it, say; until then, the wait can be stopped."""
+    monkeypatch.setattr(cluster, "WAIT_SECONDS", 0.01)
+    out = tmp_path / "sweep"
+    assert call("--out", out, *options(), "--seeds", "0", "--slurm")[0] == 0
+    (run,) = Queue.load(out / "queue.json").runs
+    with ThreadPoolExecutor() as pool, open(out / run.log, "ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        stopped = cluster.Host(out, run)
+        code = pool.submit(stopped.train)
+        assert wait([code], timeout=0.3).not_done
+        stopped.stop(kill=False)
+        assert code.result(timeout=PATIENCE) == 143
+        code = pool.submit(cluster.Host(out, run).train)
+        assert wait([code], timeout=0.3).not_done and not (out / run.directory).exists()
+        log.close()
+        assert code.result(timeout=PATIENCE) == 0
+    assert read_record(out / run.directory)["status"] == "finished"
+
+
 def listening() -> set[str]:
     """Local addresses that processes of this machine listen on, as the kernel prints them."""
     lines = [
@@ -170,11 +194,12 @@ def test_a_ray_of_its_own_listens_on_loopback_and_stops_in_order(tmp_path: Path)
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, stderr
     found = {name: run["status"] for name, run in entries(out).items()}
-    begun = {path.name for path in runs.iterdir()}
+    begun = {path.stem for path in out.glob("logs/*.log")}  # a directory comes a little later
     assert begun < set(found)  # more runs than cores
     assert {name for name, status in found.items() if status == "interrupted"} == begun
     assert {status for name, status in found.items() if name not in begun} == {"queued"}
-    assert all(read_record(runs / name)["status"] == "interrupted" for name in begun)
+    saved = [path.parents[1] for path in runs.glob("*/checkpoints/last.pt")]
+    assert saved and all(read_record(run)["status"] == "interrupted" for run in saved)
 
 
 def test_without_ray_the_error_says_what_to_install(
