@@ -30,7 +30,7 @@ from sansac.config import (
 )
 
 if TYPE_CHECKING:
-    from sansac.compare import Comparison
+    from sansac.compare import Comparison, Run
 
 GROUPS = 3  # groups of a comparison that fit side by side in a terminal
 
@@ -171,7 +171,7 @@ class Compare:
     """Write into a directory that is not empty."""
 
 
-def address(words: list[str]) -> str:
+def _address(words: list[str]) -> str:
     """`[]` -> `"local"`: the cluster that --ray without a word means."""
     if len(words) > 1:
         raise ValueError(f"expected one address at most, found {' '.join(words)}")
@@ -183,7 +183,7 @@ Address = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
         metavar="[ADDRESS]",
-        instance_from_str=address,
+        instance_from_str=_address,
         is_instance=lambda value: value is None or isinstance(value, str),
         str_from_instance=lambda value: [str(value)],
     ),
@@ -258,7 +258,29 @@ class Tune:
 
 
 @dataclass
-class LrRange:
+class ShortTest:
+    """What the short tests of `tune` have in common."""
+
+    updates: int = 1000
+    """Updates of a test: from the first rate to the last, or of each optimiser."""
+    points: int = 10
+    """Times at which the return is measured on the way."""
+    episodes: int = 3
+    """Episodes of such a measurement, the same at each."""
+    warm_up: int | None = None
+    """Environment steps that fill the buffer: random up to learning.learning-starts, training
+    after, so that the test then starts from a trained agent; none: learning.learning-starts."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the numbers (CSV, JSON) and the picture go; none: a new directory under runs/tune/."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
+    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Presets laid over the environment's own, later over earlier."""
+    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass
+class LrRange(ShortTest):
     """Learning-rate range test: on a buffer filled by rollouts, the rate grows by the same factor
     at every update. Where the loss falls fastest is a good rate, where it blows up one that is too
     large. Draws loss, its slope and the return against the rate. Options that train has hold."""
@@ -270,50 +292,20 @@ class LrRange:
     """First rate."""
     high: float = 1.0
     """Last rate; the test ends earlier where the loss blows up."""
-    updates: int = 1000
-    """Updates from the first rate to the last."""
-    points: int = 10
-    """Rates at which the return is measured."""
-    episodes: int = 3
-    """Episodes of such a measurement, the same at each."""
-    warm_up: int | None = None
-    """Environment steps that fill the buffer: random up to learning.learning-starts, training
-    after, so that the test then starts from a trained agent; none: learning.learning-starts."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where lr_range.csv, .json and .png go; none: a new directory under runs/tune/."""
-    overwrite: bool = False
-    """Write into a directory that is not empty."""
-    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
-    """Presets laid over the environment's own, later over earlier."""
-    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 @dataclass
-class Optimizers:
+class Optimizers(ShortTest):
     """Compare Adam, AdamW, Adamax, RMSprop and SGD, each with torch's defaults: same seed, same
     start, same minibatches of a buffer filled by rollouts. Options that train has hold."""
 
+    points: int = 5
+    """Times at which the return is measured on the way, the last at the end."""
     by: Literal["return", "loss"] = "return"
     """What the winner is chosen by: the mean return over the evaluations on the way, or the
     critics' mean loss over all updates."""
     rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE...")] = ()
     """Learning rates that each is tried at; none: the configuration's own."""
-    updates: int = 1000
-    """Updates of each."""
-    points: int = 5
-    """Evaluations on the way, the last at the end."""
-    episodes: int = 3
-    """Episodes of such an evaluation, the same at each."""
-    warm_up: int | None = None
-    """Environment steps that fill the buffer: random up to learning.learning-starts, training
-    after, so that all then start from a trained agent; none: learning.learning-starts."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where optimizers.csv, .json and .png go; none: a new directory under runs/tune/."""
-    overwrite: bool = False
-    """Write into a directory that is not empty."""
-    config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
-    """Presets laid over the environment's own, later over earlier."""
-    options: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 @dataclass
@@ -636,21 +628,21 @@ def sync(arguments: Sequence[str]) -> int:
 
     mode = sync.wandb_mode()
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from sansac.compare import read_runs
 
-    runs = read_runs(asked.runs)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("sending", total=sum(len(run.rows) for run in runs))
-        sent = 0
-        for run in runs:
-            done = sync.sync(run, mode, lambda: progress.advance(task))
-            sent += len(run.rows)
-            progress.update(task, completed=sent)
-            print(f"{run.path}: {done}", flush=True)
+    for run in read_runs(asked.runs):
+        print(f"{run.path}: {send(run, mode)}", flush=True)
     return 0
+
+
+def send(run: Run, mode: str) -> str:
+    """Send one run to wandb, telling how far it is; what was sent."""
+    from sansac import sync
+    from sansac.progress import Activity
+
+    rows = itertools.count(1)
+    with Activity(f"sending {run.path.name}") as activity:
+        return sync.sync(run, mode, lambda: activity.tell(f"row {next(rows)} of {len(run.rows)}"))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

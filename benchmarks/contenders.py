@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -258,11 +258,6 @@ def without(target: str, plain: Any, make: Callable[[Setup], Turn]) -> Callable[
     return made
 
 
-def plain_adam(groups: Iterable[tuple[Iterable[Tensor], float]]) -> torch.optim.Adam:
-    settings = [{"params": list(p), "lr": rate, "initial_lr": rate} for p, rate in groups]
-    return torch.optim.Adam(settings, fused=True)
-
-
 @torch.no_grad()
 def plain_polyak(target: list[Tensor], online: list[Tensor], tau: float) -> None:
     for slow, fast in zip(target, online, strict=True):
@@ -500,7 +495,6 @@ FAMILIES: dict[str, dict[str, Callable[[Setup], Turn]]] = {
         **{f"{name} products": products(stack(name)) for name in STACKS},
         "preset": update(PRESET),
         "preset, spiking": update(PRESET, {"san": True}),
-        "preset, Adam": without("sansac.algorithm.Adam", plain_adam, update(PRESET)),
         "preset, averaging": without("sansac.algorithm.polyak", plain_polyak, update(PRESET)),
         "preset, LayerNorm": without("sansac.kernels.norm_relu", plain_norm_relu, update(PRESET)),
         "preset, quantiles": without(

@@ -140,7 +140,6 @@ CPU = (
         at_most=True, unit="MB"),
     ratio("preset-spiking", "time of the preset's spiking update, in its dense ones",
           "preset, spiking", "preset"),
-    ablation("adam", "torch's own fused Adam", "preset, Adam"),
     ablation("averaging", "averages tensor by tensor", "preset, averaging"),
     ablation("layer-norm", "LayerNorm and ReLU in torch", "preset, LayerNorm"),
     ablation("quantile-loss", "the quantile loss in torch", "preset, quantiles"),

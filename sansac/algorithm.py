@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from sansac.config import Config
 from sansac.networks import DenseActor, RunningNorm, make_critic, reestimate, squashed_sample
-from sansac.optimizer import Adam, averaged, polyak
 from sansac.replay import Batch
 from sansac.spiking import SpikingActor
 
@@ -47,16 +46,14 @@ class SAC:
         self.target_entropy = -float(action_size) if target == "auto" else float(target)
 
         self.optimizers = {
-            "actor": Adam(actor_groups(self.actor, config)),
-            "critic": Adam([(self.critic.parameters(), config.critic.learning_rate)]),
+            "actor": adam(actor_groups(self.actor, config)),
+            "critic": adam([(self.critic.parameters(), config.critic.learning_rate)]),
         }
         if automatic:
-            temperature = Adam([([self.log_alpha], config.sac.learning_rate)])
+            temperature = adam([([self.log_alpha], config.sac.learning_rate)])
             self.optimizers["temperature"] = temperature
         # Slow copies, what they follow, and at which rate.
-        self.copies = [
-            (averaged(self.target_critic), averaged(self.critic), config.learning.tau),
-        ]
+        self.copies = [(averaged(self.target_critic), averaged(self.critic), config.learning.tau)]
         if self.policy_actor is not self.actor:
             self.copies.append(
                 (averaged(self.policy_actor), averaged(self.actor), config.actor.average)
@@ -171,10 +168,10 @@ class SAC:
         """One optimiser step; gradients reach that optimiser's parameters and no others."""
         optimizer = self.optimizers[name]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in parameters:
-            p.grad = None
+        optimizer.zero_grad(set_to_none=True)
         loss.backward(inputs=parameters)
         optimizer.step()
+        torch.autograd.graph.increment_version(parameters)  # torch's fused step does not
 
     def reestimate(self, observation: Tensor) -> None:
         """Re-estimate BatchNorm's running statistics from raw observations, [B, obs]."""
@@ -259,3 +256,21 @@ def actor_groups(actor: nn.Module, config: Config) -> list[tuple[Iterable[Tensor
     head = [p for name, p in named if name.startswith("log_std.")]
     rest = [p for name, p in named if not name.startswith("log_std.")]
     return [(rest, rate), (head, own_rate)]
+
+
+def adam(groups: Iterable[tuple[Iterable[Tensor], float]]) -> torch.optim.Adam:
+    """Adam over (parameters, learning rate) pairs, one fused call a step."""
+    settings = [{"params": list(p), "lr": lr, "initial_lr": lr} for p, lr in groups]
+    return torch.optim.Adam(settings, fused=True)
+
+
+def averaged(module: nn.Module) -> list[Tensor]:
+    """What `polyak` moves: parameters and floating-point buffers."""
+    tensors = module.state_dict(keep_vars=True).values()
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+@torch.no_grad()
+def polyak(target: list[Tensor], online: list[Tensor], tau: float) -> None:
+    """target <- (1 - tau) target + tau online, in place, one call for all."""
+    torch._foreach_lerp_(target, online, tau)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sansac import kernels
-from sansac.algorithm import SAC
+from sansac.algorithm import SAC, averaged
 from sansac.environments import (
     EVALUATION,
     ActionScale,
@@ -21,7 +21,6 @@ from sansac.environments import (
     episode_seed,
 )
 from sansac.inference import action_mean
-from sansac.optimizer import averaged
 from sansac.spiking import SpikingActor
 from sansac.statistics import iqm
 

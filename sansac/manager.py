@@ -218,11 +218,9 @@ class Manager:
             self.save_checkpoint()
             if result:
                 self._record("finished", final=result)
-            else:
-                self._record("interrupted")
-            if result:
                 self._illustrate()
             else:
+                self._record("interrupted")
                 progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
             if self.interrupted:
                 logger.close(timeout=5)  # a cluster kills what takes long to stop

@@ -83,8 +83,11 @@ class Progress:
     def __enter__(self) -> Self:
         self._began = monotonic()
         self._running = True
-        if takes_live(self._stream):
-            self._live = self._start_live()
+        # Only stderr is redirected (so that warnings come out above the bar): stdout is the user's.
+        self._live = start_live(
+            self._stream, get_renderable=self._render, auto_refresh=True, transient=False,
+            refresh_per_second=4, redirect_stdout=False,
+        )  # fmt: skip
         if self._live is None:
             self._next_line = self._began + LINE_SECONDS
             self._stream.line(self.text())
@@ -153,21 +156,6 @@ class Progress:
         ]
         return ", ".join(part for part in parts if part)
 
-    def _start_live(self) -> Live | None:
-        """The live display, or None where the terminal does not take one."""
-        from rich.console import Console
-        from rich.live import Live
-
-        # Only stderr is redirected (so that warnings come out above the bar): stdout is the user's.
-        live = Live(
-            get_renderable=self._render,
-            console=Console(file=self._stream),  # type: ignore[arg-type]
-            refresh_per_second=4,
-            redirect_stdout=False,
-        )
-        live.start()
-        return live
-
     def _render(self) -> RenderableType:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
@@ -222,6 +210,20 @@ class Activity:
     def __exit__(self, *error: object) -> None:
         if self._status is not None:
             self._status.stop()
+
+
+def start_live(stream: SafeStream, **how: Any) -> Live | None:
+    """A live display, which its owner draws and stops unless `how` says otherwise (options of
+    rich's); None where the stream is no terminal."""
+    if not takes_live(stream):
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=stream)  # type: ignore[arg-type]
+    live = Live(console=console, **({"auto_refresh": False, "transient": True} | how))
+    live.start()
+    return live
 
 
 def takes_live(stream: SafeStream) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from sansac.progress import SafeStream, clock, takes_live
+from sansac.logger import parse_row
+from sansac.progress import SafeStream, clock, start_live
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -54,16 +54,7 @@ def tail(path: Path, size: int = TAIL_BYTES) -> list[dict[str, Any]]:
             lines = file.read().splitlines()
     except OSError:
         return []
-    return [row for line in lines if (row := parsed(line))]
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A row; None for one that is cut at its beginning or its end."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and {"step", "time"} <= row.keys() else None
+    return [row for line in lines if (row := parse_row(line))]
 
 
 class Display:
@@ -175,19 +166,6 @@ class Display:
         return [
             run.actor, str(run.seed), *settings, f"{seen.step:,}", share, best, eta, run.status,
         ]  # fmt: skip
-
-
-def start_live(stream: SafeStream) -> Live | None:
-    """A live display that its owner draws, or None where the stream is no terminal."""
-    if not takes_live(stream):
-        return None
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(file=stream)  # type: ignore[arg-type]
-    live = Live(console=console, auto_refresh=False, transient=True)
-    live.start()
-    return live
 
 
 def axes_of(runs: list[Run]) -> list[str]:

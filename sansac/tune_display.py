@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from sansac.progress import SafeStream, clock
-from sansac.sweep_display import start_live
+from sansac.progress import SafeStream, clock, start_live
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box
 
+import runner
 from sansac.config import Config, merge
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,27 @@ def tiny(runs_dir: Path | None = None, **changes: Any) -> Config:
 def flags(config: Config) -> list[str]:
     """The options that make the command line read exactly this configuration."""
     return [word for name, value in leaves(config.dump()).items() for word in flag(name, value)]
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command, a module's own COMMAND where it has one, in this process: exit code, stdout,
+    stderr."""
+    command = getattr(request.module, "COMMAND", ())
+
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            code = runner.main([*command, *map(str, words)])
+        except SystemExit as ending:
+            assert isinstance(ending.code, int)
+            code = ending.code
+        return code, *capfd.readouterr()
+
+    return run
 
 
 def options(**changes: Any) -> list[str]:

@@ -19,7 +19,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from torch import Tensor, nn
 
-from sansac.algorithm import SAC
+from sansac.algorithm import SAC, averaged, polyak
 from sansac.config import Config
 from sansac.networks import StackedLinear
 from sansac.replay import Batch
@@ -623,3 +623,14 @@ def test_an_update_reads_no_number_back(
             float(batch.reward[0])
         metrics = sac.update(batch)
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+
+
+def test_polyak_moves_parameters_and_statistics_and_counts_nothing() -> None:
+    slow, online = (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)) for _ in range(2))
+    for tensor in averaged(online):
+        nn.init.constant_(tensor, 3.0)
+    expected = {k: 0.75 * v + 0.75 for k, v in slow.state_dict().items() if v.is_floating_point()}
+    assert "1.running_var" in expected
+    polyak(averaged(slow), averaged(online), 0.25)
+    for key, value in expected.items():
+        torch.testing.assert_close(slow.state_dict()[key], value)

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import (
+    Call,
     comparable,
     differences,
     entries,
@@ -27,13 +28,12 @@ from conftest import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-import runner
 from sansac import cluster
 from sansac.checkpoint import read_config, read_record
 from sansac.manager import Manager
 from sansac.sweep import Queue
 
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = ("sweep",)  # that `call` runs
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 PATIENCE = 900.0  # seconds, on a machine that is busy with other things
@@ -59,22 +59,6 @@ print("killed", flush=True)
 sys.stdin.readline()
 cluster.shutdown()
 """
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """Runs `sweep` in this process: exit code, stdout, stderr."""
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        try:
-            code = runner.main(["sweep", *map(str, words)])
-        except SystemExit as ending:
-            assert isinstance(ending.code, int)
-            code = ending.code
-        return code, *capfd.readouterr()
-
-    return run
 
 
 # -- Ray -------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Line, tiny
+from conftest import Call, Line, tiny
 from matplotlib.image import imread
 
-import runner
 from sansac import inspection
 from sansac import page as page_module
 from sansac.config import ConfigError
@@ -31,6 +30,8 @@ from sansac.inspection import (
 )
 from sansac.inspection_plots import draw_raster, draw_rates, membrane_line
 from sansac.manager import Manager
+
+COMMAND = ("inspect",)  # that `call` runs
 
 STACKS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -447,14 +448,6 @@ def test_the_close_up_begins_in_the_episode(at: int, tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def call(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    try:
-        code = runner.main(["inspect", *map(str, words)])
-    except SystemExit as ending:
-        code = int(str(ending.code))
-    return code, *capsys.readouterr()
-
-
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("agents")
@@ -464,19 +457,17 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_command_prints_the_page(
-    agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_page(agents: Path, tmp_path: Path, call: Call) -> None:
     evil = tmp_path / "<script>alert(1)<"
     shutil.copytree(agents / "spiking", evil)
-    code, out, err = call(capsys, evil, "--seed", "7", "--neurons", "0:3", "2:1", "--at", "2")
+    code, out, err = call(evil, "--seed", "7", "--neurons", "0:3", "2:1", "--at", "2")
     assert (code, out) == (0, f"{evil / 'inspection' / 'index.html'}\n"), err
     parsed = Page(evil / "inspection" / "index.html")
     assert parsed.all("script") == [] and "<script>alert(1)<: Pendulum-v1" in parsed.text
     assert "seed 7" in parsed.text and "Control steps 2 to 13" in parsed.text
-    code, out, err = call(capsys, evil)
+    code, out, err = call(evil)
     assert (code, out) == (2, "") and "is not empty" in err and "--overwrite" in err
-    assert call(capsys, evil, "--overwrite", "--out", evil / "inspection")[0] == 0
+    assert call(evil, "--overwrite", "--out", evil / "inspection")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -496,11 +487,11 @@ def test_an_error_is_one_message_and_leaves_nothing(
     code: int,
     named: str,
     agents: Path,
-    capsys: pytest.CaptureFixture[str],
+    call: Call,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(agents)
-    found, out, err = call(capsys, *words)
+    found, out, err = call(*words)
     assert (found, out) == (code, "")
     last = err.splitlines()[-1]  # whatever was told of progress before
     assert named in last and last.startswith("error: ") and "Traceback" not in err

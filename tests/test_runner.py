@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import imageio.v3 as iio
 import numpy as np
 import pytest
-from conftest import ROOT, comparable, differences, flags, load_state, start, tiny, wait_for
+from conftest import ROOT, Call, comparable, differences, flags, load_state, start, tiny, wait_for
 
 import runner
 from sansac import config as config_module
@@ -27,26 +26,6 @@ KEYS = [
     "env", "actor", "checkpoint", "step", "episodes", "seed", "returns", "return_mean",
     "return_std", "return_iqm", "return_min", "return_max", "length_mean",
 ]  # fmt: skip
-
-Result = tuple[int, str, str]
-Call = Callable[..., Result]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command in this process: exit code, stdout, stderr."""
-
-    def run(*words: str | Path) -> Result:
-        capsys.readouterr()
-        try:
-            code = runner.main([str(word) for word in words])
-        except SystemExit as ending:
-            assert isinstance(ending.code, int)
-            code = ending.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["dense", "spiking"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import (
+    Call,
     comparable,
     differences,
     entries,
@@ -24,30 +25,13 @@ from conftest import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import runner
 from sansac import sweep, sweep_display
 from sansac.checkpoint import locked, read_config
 from sansac.config import Config, ConfigError
 from sansac.manager import Manager
 from sansac.sweep_display import Display, Seen, tail
 
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs `sweep` in this process: exit code, stdout, stderr."""
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = runner.main(["sweep", *map(str, words)])
-        except SystemExit as ending:
-            assert isinstance(ending.code, int)
-            code = ending.code
-        return code, *capsys.readouterr()
-
-    return run
+COMMAND = ("sweep",)  # that `call` runs
 
 
 @pytest.fixture

@@ -7,38 +7,20 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEY, ROOT, FakeWandb, tiny, wandb_records, wandb_rows
+from conftest import KEY, ROOT, Call, FakeWandb, tiny, wandb_records, wandb_rows
 
-import runner
 from sansac.checkpoint import write_config, write_record
 from sansac.config import Config
 from sansac.logger import Logger, RemoteId
 
 pytestmark = pytest.mark.usefixtures("no_account")
 
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = ("sync",)  # that `call` runs
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs `sync` in this process: exit code, stdout, stderr."""
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = runner.main(["sync", *map(str, words)])
-        except SystemExit as ending:
-            assert isinstance(ending.code, int)
-            code = ending.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

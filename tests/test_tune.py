@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,16 @@ import numpy as np
 import optuna
 import pytest
 import yaml
-from conftest import flags, start, tiny, wait_for
+from conftest import Call, options, start, tiny, wait_for
 from PIL import Image
 
-import runner
 from sansac import probes, signals, sweep, tune
 from sansac.checkpoint import read_record
 from sansac.config import Config, ConfigError, load_space, load_yaml, preset_for, resolve
 from sansac.manager import Manager
 
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = ("tune",)  # that `call` runs
 
-OURS = ("--name", "--runs-dir", "--seed", "--no-san", "--threads")
 TAU = {"learning.tau": {"low": 0.001, "high": 0.1, "log": True}}
 
 # A run that lasts as long as it takes to write its files; return -|log(tau / 0.01)|. Like train, it
@@ -57,22 +54,6 @@ with open(directory + "/run.json", "w") as file:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs `tune` in this process: exit code, stdout, stderr."""
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = runner.main(["tune", *map(str, words)])
-        except SystemExit as ending:
-            assert isinstance(ending.code, int)
-            code = ending.code
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Trials run STAND_IN; its mode may be set, and how often a run was started is counted."""
     seen: dict[str, Any] = {"mode": "plain", "starts": []}
@@ -87,17 +68,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(tune, "TICK_SECONDS", 0.005)
     monkeypatch.setattr(tune, "LOOK_SECONDS", 0.0)
     return seen
-
-
-def options(**changes: Any) -> list[str]:
-    """Words of a training in about a second."""
-    words, kept = flags(tiny(**changes)), []
-    for word in words:
-        if word.startswith("--"):
-            kept.append([])
-        kept[-1].append(word)
-    mine = [option for option in kept if option[0] not in OURS and option[1:] != ["None"]]
-    return [word for option in mine for word in option]
 
 
 def preset(tmp_path: Path, **space: Any) -> Path:
