@@ -1,6 +1,7 @@
 /* Fused multi-step spiking neurons: forward, and backward through time. At the end, by the same
  * means, the quantile Huber loss of truncated quantile critics; and for a CPU, which is short of
- * memory bandwidth where a GPU is not, LayerNorm with its ReLU in one pass.
+ * memory bandwidth where a GPU is not, LayerNorm with its ReLU in one pass,
+ * and one action of a policy in one call.
  *
  * One source for two compilers. A C compiler sees `real` as a SIMD vector of neurons and a kernel
  * as a function that walks over them; NVRTC sees `real` as a float and a kernel as one thread a

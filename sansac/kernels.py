@@ -492,6 +492,7 @@ class _NormRelu(torch.autograd.Function):
         return y
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, gain, y, statistics = ctx.saved_tensors
         to_x = torch.empty_like(x)
