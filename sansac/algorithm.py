@@ -35,6 +35,7 @@ class SAC:
             self.actor = make_actor(config, observation_size, action_size).to(device)
             self.critic = make_critic(config.critic, observation_size, action_size).to(device)
         self.actor.eval()
+        self.batch_norms = [m for m in self.actor.modules() if isinstance(m, nn.BatchNorm1d)]
         self.policy_actor = copy.deepcopy(self.actor) if config.actor.average < 1 else self.actor
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self.norm = RunningNorm(observation_size, config.observation_clip).to(device)
@@ -121,7 +122,7 @@ class SAC:
     # -- the update --------------------------------------------------------------------------
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
-        """One step of temperature, critics, actor and target, in this order.
+        """One step of critics, then of actor and temperature, then of target.
 
         Returns detached scalar tensors by their tag; nothing here waits for the device.
         """
@@ -131,23 +132,25 @@ class SAC:
         )
         alpha = self.log_alpha.detach().exp()
 
-        self.actor.train()  # batch statistics, where the stack has them, here and nowhere else
+        self._set_training(
+            True
+        )  # batch statistics, where the stack has them, here and nowhere else
         action, log_prob = self._sample(batch.observation)
-        self.actor.eval()
+        self._set_training(False)
         with torch.no_grad():
             next_action, next_log_prob = self._sample(batch.next_observation)
 
-        metrics = {}
-        if "temperature" in self.optimizers:
-            temperature_loss = self.temperature_loss(log_prob)
-            self._step("temperature", temperature_loss)
-            metrics["loss/temperature"] = temperature_loss.detach()
-
         critic_loss, prediction = self.critic_loss(batch, next_action, next_log_prob, alpha)
-        self._step("critic", critic_loss)
+        self._step(critic_loss, "critic")
 
         actor_loss = self.actor_loss(batch, action, log_prob, alpha)
-        self._step("actor", actor_loss)
+        metrics = {}
+        if "temperature" in self.optimizers:  # neither loss reaches the other's parameters
+            temperature_loss = self.temperature_loss(log_prob)
+            metrics["loss/temperature"] = temperature_loss.detach()
+            self._step(actor_loss + temperature_loss, "actor", "temperature")
+        else:
+            self._step(actor_loss, "actor")
 
         for slow, online, tau in self.copies:
             polyak(slow, online, tau)
@@ -164,13 +167,22 @@ class SAC:
         noise = torch.randn(mean.shape, generator=self.noise, dtype=mean.dtype, device=self.device)
         return squashed_sample(mean, log_std, noise)
 
-    def _step(self, name: str, loss: Tensor) -> None:
-        """One optimiser step; gradients reach that optimiser's parameters and no others."""
-        optimizer = self.optimizers[name]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward(inputs=parameters)
-        optimizer.step()
+    def _set_training(self, mode: bool) -> None:
+        """`actor.train(mode)` for the few modules that read it: to visit all takes time."""
+        for module in (self.actor, *self.batch_norms):
+            module.training = mode
+
+    def _step(self, loss: Tensor, *names: str) -> None:
+        """A step of the named optimisers; gradients reach their parameters and no others."""
+        optimizers = [self.optimizers[name] for name in names]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters = [p for group in groups for p in group["params"]]
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
         torch.autograd.graph.increment_version(parameters)  # torch's fused step does not
 
     def reestimate(self, observation: Tensor) -> None:

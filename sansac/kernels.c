@@ -302,41 +302,104 @@ KERNEL neuron_backward(struct neuron given, const void *currents, const float *d
 
 /* ---- quantile Huber loss -------------------------------------------------------------------- */
 
-/* Predictions are [rows, samples], a quantile's level to a row; targets [atoms, samples]; `samples`
- * is a multiple of GROUPS * LANES, so that no block crosses a row. For each prediction: the loss
- * summed over atoms, w huber(d) with d = target - prediction, w = |level - (d < 0)|, and
- * w clip(d, -1, 1), its negative derivative. */
-FUNCTION void huber(const float *predictions, const float *targets, float *loss, float *slope,
-                    long long samples, int quantiles, int atoms, long long i, int groups,
-                    int lanes) {
-    const real zero = {0};
-    const real one = zero + 1.0f, level = zero + ((float)(i / samples % quantiles) + 0.5f) / quantiles;
-    const float *column = targets + i % samples;
-    real prediction[GROUPS], sum[GROUPS], push[GROUPS];
-    for (int k = 0; k < groups; ++k) {
-        prediction[k] = load(predictions, i + k * LANES, lanes, 0);
-        sum[k] = push[k] = zero;
-    }
+/* d = target - prediction: the loss w huber(d), w = |level - (d < 0)|, and w clip(d, -1, 1), its
+ * negative derivative, added up. */
+FUNCTION void huber(real d, real level, real *sum, real *push) {
+    const real zero = {0}, one = zero + 1.0f;
+    const real clipped = select(MASK(d > one), one, select(MASK(d < -one), -one, d));
+    const real weighted = select(MASK(d < zero), one - level, level) * clipped;
+    *sum = *sum + weighted * (d - 0.5f * clipped);
+    *push = *push + weighted;
+}
+
+/* Predictions [copies, samples, quantiles] and targets [samples, atoms]; loss and slope are a
+ * prediction's, summed over the atoms. On a CPU lanes are samples, so that all of them share a
+ * quantile and an atom; quantiles are taken GROUPS at a time. */
+#ifdef __CUDACC__
+FUNCTION void one_prediction(const float *predictions, const float *targets, float *loss,
+                             float *slope, long long samples, long long quantiles,
+                             long long atoms, long long i) {
+    const float level = (i % quantiles + 0.5f) / quantiles;
+    const float *row = targets + i / quantiles % samples * atoms;
+    loss[i] = slope[i] = 0.0f;
     for (int atom = 0; atom < atoms; ++atom)
-        for (int k = 0; k < groups; ++k) {
-            const real d = load(column, atom * samples + k * LANES, lanes, 0) - prediction[k];
-            const real clipped = select(MASK(d > one), one, select(MASK(d < -one), -one, d));
-            const real weighted = select(MASK(d < zero), one - level, level) * clipped;
-            sum[k] = sum[k] + weighted * (d - 0.5f * clipped);
-            push[k] = push[k] + weighted;
-        }
-    for (int k = 0; k < groups; ++k) {
-        WRITE(sum[k], loss + i + k * LANES, lanes);
-        WRITE(push[k], slope + i + k * LANES, lanes);
-    }
+        huber(row[atom] - predictions[i], level, loss + i, slope + i);
 }
 
 KERNEL quantile_huber(const float *predictions, const float *targets, float *loss, float *slope,
-                      long long samples, long long quantiles, long long atoms, long long size,
+                      long long copies, long long samples, long long quantiles, long long atoms,
                       long long threads) {
-    EACH_BLOCK(size, threads, huber(predictions, targets, loss, slope, samples, (int)quantiles,
-                                    (int)atoms, i, groups, lanes))
+    EACH_BLOCK(copies * samples * quantiles, threads,
+               one_prediction(predictions, targets, loss, slope, samples, quantiles, atoms, i))
 }
+#else
+FUNCTION void gather(const float *from, long long stride, int lanes, real *x) {
+    float lane[LANES] = {0};
+    for (int k = 0; k < lanes; ++k) lane[k] = from[k * stride];
+    READ(*x, lane, LANES);
+}
+
+FUNCTION void scatter(real x, float *to, long long stride, int lanes) {
+    float lane[LANES];
+    WRITE(x, lane, LANES);
+    for (int k = 0; k < lanes; ++k) to[k * stride] = lane[k];
+}
+
+KERNEL quantile_huber(const float *predictions, const float *targets, float *loss, float *slope,
+                      long long copies, long long samples, long long quantiles, long long atoms,
+                      long long threads) {
+    const real zero = {0};
+    PRAGMA(omp parallel for num_threads(threads) if(threads > 1))
+    for (long long sample = 0; sample < samples; sample += LANES) {
+        const int lanes = samples - sample < LANES ? (int)(samples - sample) : LANES;
+        real column[atoms];
+        for (int atom = 0; atom < atoms; ++atom)
+            gather(targets + sample * atoms + atom, atoms, lanes, column + atom);
+        for (long long copy = 0; copy < copies; ++copy)
+            for (long long first = 0; first < quantiles; first += GROUPS) {
+                const long long i = (copy * samples + sample) * quantiles + first;
+                const int groups = quantiles - first < GROUPS ? (int)(quantiles - first) : GROUPS;
+                real prediction[GROUPS], level[GROUPS], sum[GROUPS], push[GROUPS];
+                for (int k = 0; k < GROUPS; ++k) {
+                    gather(predictions + i + (k < groups ? k : 0), quantiles, lanes, prediction + k);
+                    level[k] = zero + (first + k + 0.5f) / quantiles;
+                    sum[k] = push[k] = zero;
+                }
+                for (int atom = 0; atom < atoms; ++atom)
+                    for (int k = 0; k < GROUPS; ++k)
+                        huber(column[atom] - prediction[k], level[k], sum + k, push + k);
+                for (int k = 0; k < groups; ++k) {
+                    scatter(sum[k], loss + i + k, quantiles, lanes);
+                    scatter(push[k], slope + i + k, quantiles, lanes);
+                }
+            }
+    }
+}
+
+/* The `kept` smallest of a sample's values over all copies, [copies, samples, quantiles] to
+ * [samples, kept], in no order: a bubble carries the largest up and out, as often as one goes. */
+KERNEL lowest(const float *values, float *out, long long copies, long long samples,
+              long long quantiles, long long kept) {
+    const long long count = copies * quantiles;
+    for (long long sample = 0; sample < samples; sample += LANES) {
+        const int lanes = samples - sample < LANES ? (int)(samples - sample) : LANES;
+        real x[count];
+        for (long long copy = 0; copy < copies; ++copy)
+            for (long long q = 0; q < quantiles; ++q)
+                gather(values + (copy * samples + sample) * quantiles + q, quantiles, lanes,
+                       x + copy * quantiles + q);
+        for (long long end = count; end > kept; --end)
+            for (long long j = 0; j + 1 < end; ++j) {
+                const bits above = MASK(x[j] > x[j + 1]);
+                const real low = select(above, x[j + 1], x[j]);
+                x[j + 1] = select(above, x[j], x[j + 1]);
+                x[j] = low;
+            }
+        for (long long k = 0; k < kept; ++k)
+            scatter(x[k], out + sample * kept + k, kept, lanes);
+    }
+}
+#endif
 
 #ifndef __CUDACC__
 

@@ -431,9 +431,7 @@ def _launch(kernel: str, neuron: Neuron, *tensors: Tensor | None) -> None:
         )
 
 
-# ---- quantile Huber loss -------------------------------------------------------------------------
-
-BLOCK = 64  # a multiple of every GROUPS * LANES of kernels.c
+# ---- truncated quantile critics ------------------------------------------------------------------
 
 
 def quantile_huber(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -444,64 +442,84 @@ def quantile_huber(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor] 
     """
     if prediction.dtype is not torch.float32 or backend_for("auto", prediction.device) == "torch":
         return None
-    (copies, batch, quantiles), atoms = prediction.shape, target.shape[1]
-    samples = -(-batch // BLOCK) * BLOCK
-    # Samples side by side, so that a lane is a sample and all lanes share a quantile and an atom.
-    rows = prediction.new_zeros(copies, quantiles, samples)
-    rows[..., :batch] = prediction.transpose(1, 2)
-    columns = target.new_zeros(atoms, samples)
-    columns[:, :batch] = target.T
-    loss, slope = torch.empty_like(rows), torch.empty_like(rows)
-    pointers = [tensor.data_ptr() for tensor in (rows, columns, loss, slope)]
-    sizes = samples, quantiles, atoms, rows.numel()
-    if rows.numel() and not rows.is_cuda:
-        _found(_native()).quantile_huber(*pointers, *sizes, torch.get_num_threads())
-    elif rows.numel():
+    prediction, target = prediction.contiguous(), target.contiguous()
+    loss, slope = torch.empty_like(prediction), torch.empty_like(prediction)
+    arguments = [
+        *(tensor.data_ptr() for tensor in (prediction, target, loss, slope)),
+        *prediction.shape, target.shape[1], torch.get_num_threads(),
+    ]  # fmt: skip
+    if prediction.numel() and not prediction.is_cuda:
+        _found(_native()).quantile_huber(*arguments)
+    elif prediction.numel():
         cupy, module = _found(_cupy())
-        stream = torch.cuda.current_stream(rows.device).cuda_stream
-        with torch.cuda.device(rows.device), cupy.cuda.ExternalStream(stream):
-            grid = (-(-rows.numel() // 128),)
-            module.get_function("quantile_huber")(grid, (128,), (*pointers, *sizes, 1))
-    pairs = copies * quantiles * atoms
-    per_sample = loss[..., :batch].sum((0, 1)) / pairs
-    return per_sample, slope[..., :batch].transpose(1, 2) / -pairs
+        stream = torch.cuda.current_stream(prediction.device).cuda_stream
+        with torch.cuda.device(prediction.device), cupy.cuda.ExternalStream(stream):
+            grid = (-(-prediction.numel() // 128),)
+            module.get_function("quantile_huber")(grid, (128,), (*arguments,))
+    pairs = prediction.shape[0] * prediction.shape[2] * target.shape[1]
+    return loss.sum((0, 2)).div_(pairs), slope.div_(-pairs)
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether there is no kernel for what runs on a CPU alone."""
+    other = x.dtype is not torch.float32 or x.device.type != "cpu"
+    return other or backend_for("auto", x.device) == "torch"
+
+
+def lowest(values: Tensor, kept: int) -> Tensor:
+    """The `kept` smallest of a sample's values over all critics, [C, B, Q] -> [B, kept].
+
+    In no particular order. No gradient goes through.
+    """
+    if _plain(values):
+        return values.transpose(0, 1).flatten(1).sort(-1).values[:, :kept]
+    out = values.new_empty(values.shape[1], kept)
+    values = values.contiguous()
+    _found(_native()).lowest(values.data_ptr(), out.data_ptr(), *values.shape, kept)
+    return out
 
 
 # ---- LayerNorm and ReLU --------------------------------------------------------------------------
 
 
-def norm_relu(x: Tensor, gain: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """ReLU of the LayerNorm of x, [C, B, N]; gain and bias, [C, 1, N], are each copy's own."""
-    plain = x.dtype is not torch.float32 or x.device.type != "cpu"
-    if plain or backend_for("auto", x.device) == "torch":
-        normed = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)
-        return torch.relu(torch.addcmul(bias, normed, gain))
-    return _NormRelu.apply(x, gain, bias, epsilon)
+def norm_relu(
+    x: Tensor, gain: Tensor, bias: Tensor, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """ReLU of the LayerNorm of x, [C, B, N], and what its backward needs, [C, B, 2].
+
+    Gain and bias, [C, 1, N], are each copy's own. On a CPU one pass over memory where torch makes
+    three, and six back.
+    """
+    if _plain(x):
+        normed, mean, factor = torch.native_layer_norm(x, x.shape[-1:], None, None, epsilon)
+        return torch.addcmul(bias, normed, gain).relu_(), torch.cat([mean, factor], -1)
+    y, statistics = torch.empty_like(x), x.new_empty(*x.shape[:2], 2)
+    pointers = [t.data_ptr() for t in (x, gain, bias, y, statistics)]
+    _found(_native()).norm_relu_forward(*pointers, epsilon, *x.shape, torch.get_num_threads())
+    return y, statistics
 
 
-class _NormRelu(torch.autograd.Function):
-    """`norm_relu` of kernels.c: a pass over memory where torch makes three, and six back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        x, gain = x.contiguous(), gain.contiguous()
-        y, statistics = torch.empty_like(x), x.new_empty(*x.shape[:2], 2)
-        pointers = [t.data_ptr() for t in (x, gain, bias.contiguous(), y, statistics)]
-        _found(_native()).norm_relu_forward(*pointers, epsilon, *x.shape, torch.get_num_threads())
-        ctx.save_for_backward(x, gain, y, statistics)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, gain, y, statistics = ctx.saved_tensors
-        to_x = torch.empty_like(x)
-        learned = ctx.needs_input_grad[1]
-        to_gain, to_bias = (torch.zeros_like(gain) if learned else None for _ in range(2))
-        tensors = (x, gain, y, statistics, gradient.contiguous(), to_x, to_gain, to_bias)
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        _found(_native()).norm_relu_backward(*pointers, *x.shape, torch.get_num_threads())
-        return to_x, to_gain, to_bias, None
+def norm_relu_backward(
+    gradient: Tensor, x: Tensor, gain: Tensor, y: Tensor, statistics: Tensor, learned: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, and where gain and bias are `learned`, theirs; y and statistics as returned
+    by `norm_relu`. All tensors are contiguous."""
+    if _plain(x):
+        mean, factor = (part.contiguous() for part in statistics.split(1, -1))
+        passed = gradient * (y > 0)
+        to_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            passed * gain, x, x.shape[-1:], mean, factor, None, None, [True, False, False]
+        )
+        if not learned:
+            return to_x, None, None
+        to_gain = (passed * (x - mean) * factor).sum(1, keepdim=True)
+        return to_x, to_gain, passed.sum(1, keepdim=True)
+    to_x = torch.empty_like(x)
+    to_gain, to_bias = (torch.zeros_like(gain) if learned else None for _ in range(2))
+    tensors = (x, gain, y, statistics, gradient, to_x, to_gain, to_bias)
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    _found(_native()).norm_relu_backward(*pointers, *x.shape, torch.get_num_threads())
+    return to_x, to_gain, to_bias
 
 
 # ---- one action ----------------------------------------------------------------------------------
@@ -639,6 +657,7 @@ def _native() -> ctypes.CDLL | BackendUnavailable:
     library.neuron_forward.argtypes = [_Parameters, *[pointer] * 4, integer, integer]
     library.neuron_backward.argtypes = [_Parameters, *[pointer] * 7, integer, integer]
     library.quantile_huber.argtypes = [*[pointer] * 4, *[integer] * 5]
+    library.lowest.argtypes = [*[pointer] * 2, *[integer] * 4]
     library.action_mean.argtypes = [
         *[pointer] * 3, ctypes.c_float, *[pointer] * 4, integer, *[pointer] * 3,
     ]  # fmt: skip
@@ -646,7 +665,7 @@ def _native() -> ctypes.CDLL | BackendUnavailable:
     library.norm_relu_forward.argtypes = [*[pointer] * 5, ctypes.c_float, *[integer] * 4]
     library.norm_relu_backward.argtypes = [*[pointer] * 8, *[integer] * 4]
     library.norm_relu_forward.restype = library.norm_relu_backward.restype = None
-    library.quantile_huber.restype = None
+    library.quantile_huber.restype = library.lowest.restype = None
     library.neuron_forward.restype = library.neuron_backward.restype = None
     return library
 

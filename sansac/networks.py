@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,34 @@ def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tenso
     softplus(-2u)) is taken from the pre-tanh sample, so it is exact where tanh saturates
     (Haarnoja et al. 2018, arXiv:1812.05905, appendix C, in its stable form).
     """
-    u = mean + log_std.exp() * noise
-    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    correction = 2 * (math.log(2) - u - F.softplus(-2 * u))
-    return torch.tanh(u), (log_prob - correction).sum(-1)
+    action, log_prob = SquashedSample.apply(mean, log_std, noise)
+    return action, log_prob
+
+
+class SquashedSample(torch.autograd.Function):
+    """`squashed_sample` as one node: on tensors this small autograd's bookkeeping is the cost.
+
+    With u = mean + std noise: d a / d u = 1 - a^2, and d log pi / d u = 2 a, since the Gaussian's
+    own density does not move with u when the noise is given.
+    """
+
+    @staticmethod
+    def forward(ctx, mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        spread = log_std.exp().mul_(noise)
+        u = mean + spread
+        log_prob = (-0.5 * noise.square()).sub_(log_std).sub_(0.5 * math.log(2 * math.pi))
+        correction = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        action = torch.tanh(u)
+        ctx.save_for_backward(action, spread)
+        return action, (log_prob - correction).sum(-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, to_action: Tensor, to_log_prob: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+        action, spread = ctx.saved_tensors
+        to_log_prob = to_log_prob[:, None]
+        to_mean = to_action * (1 - action.square()) + 2 * to_log_prob * action
+        return to_mean, to_mean * spread - to_log_prob, None
 
 
 class RunningNorm(nn.Module):
@@ -241,7 +265,7 @@ class DenseActor(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """`copies` independent linear layers in one batched product: [C, B, in] -> [C, B, out]."""
+    """The parameters of `copies` independent linear layers."""
 
     def __init__(self, copies: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -251,20 +275,71 @@ class StackedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
 
-
-class StackedNormRelu(nn.Module):
-    """LayerNorm with a gain and a bias of its own a copy, then ReLU: [C, B, width] in and out."""
+class StackedNorm(nn.Module):
+    """The gain and the bias of LayerNorm, of each copy its own."""
 
     def __init__(self, copies: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(copies, 1, width))
         self.bias = nn.Parameter(torch.zeros(copies, 1, width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.norm_relu(x, self.weight, self.bias)
+
+class StackedPerceptron(torch.autograd.Function):
+    """`copies` perceptrons side by side: product, LayerNorm if `normed`, ReLU; a product ends it.
+
+    observation [B, obs], action [B, act] -> [copies, B, out]. `parameters` are weight and bias of a
+    product, then gain and bias of its LayerNorm, layer by layer. One node with a backward by hand,
+    where autograd would keep nine; the action gets a gradient, the observation none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, observation: Tensor, action: Tensor, normed: bool, *parameters: Tensor
+    ) -> Tensor:
+        *hidden, (last_weight, last_bias) = layered(parameters, normed)
+        x = torch.cat([observation, action], -1).expand(len(last_weight), -1, -1)
+        kept = []
+        for weight, bias, *norm in hidden:
+            h = torch.baddbmm(bias, x, weight)
+            y, statistics = kernels.norm_relu(h, norm[0], norm[1]) if norm else (h.relu_(), h)
+            kept += [x, h, statistics]
+            x = y
+        ctx.save_for_backward(*parameters, *kept, x)
+        ctx.normed, ctx.count, ctx.actions = normed, len(parameters), action.shape[-1]
+        return torch.baddbmm(last_bias, x, last_weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        layers = layered(ctx.saved_tensors[: ctx.count], ctx.normed)
+        kept = ctx.saved_tensors[ctx.count :]
+        learned, to_action = ctx.needs_input_grad[3], None
+        found: list[Tensor | None] = []
+        for index in reversed(range(len(layers))):
+            weight, x = layers[index][0], kept[3 * index]
+            if learned:
+                found = [x.mT @ gradient, gradient.sum(1, keepdim=True), *found]
+            if index == 0:
+                break
+            gradient, before = gradient @ weight.mT, 3 * (index - 1)
+            if ctx.normed:
+                gain = layers[index - 1][2]
+                gradient, to_gain, to_bias = kernels.norm_relu_backward(
+                    gradient, kept[before + 1], gain, x, kept[before + 2], learned
+                )
+                found = [to_gain, to_bias, *found]
+            else:
+                gradient = torch.ops.aten.threshold_backward(gradient, x, 0)
+        if ctx.needs_input_grad[1]:
+            to_action = (gradient @ layers[0][0][:, -ctx.actions :].mT).sum(0)
+        return None, to_action, None, *(found if learned else [None] * ctx.count)
+
+
+def layered(parameters: Sequence[Tensor], normed: bool) -> list[Sequence[Tensor]]:
+    """The parameters of `StackedPerceptron`, a layer at a time; the last has no LayerNorm."""
+    size = 4 if normed else 2
+    return [parameters[start : start + size] for start in range(0, len(parameters), size)]
 
 
 class TwinCritic(nn.Module):
@@ -276,18 +351,21 @@ class TwinCritic(nn.Module):
         super().__init__()
         widths = [observation_size + action_size, *config.hidden]
         self.layers = nn.ModuleList(StackedLinear(self.copies, *pair) for pair in pairwise(widths))
-        self.activations = nn.ModuleList(
-            StackedNormRelu(self.copies, n) if config.layer_norm else nn.ReLU()
-            for n in config.hidden
+        self.norms = nn.ModuleList(
+            StackedNorm(self.copies, n) for n in config.hidden if config.layer_norm
         )
         self.head = StackedLinear(self.copies, widths[-1], config.quantiles)
 
-    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """[B, obs], [B, act] -> [2, B, quantiles]."""
-        x = torch.cat([observation, action], -1).expand(self.copies, -1, -1)
-        for layer, activation in zip(self.layers, self.activations, strict=True):
-            x = activation(layer(x))
-        return self.head(x)
+    def forward(self, observation: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
+        """[B, obs], [B, act] -> [2, B, quantiles]. Frozen, only the action gets a gradient."""
+        parts: list[nn.Module] = [*self.layers, self.head]
+        if self.norms:  # each behind its product
+            parts = [part for pair in zip(self.layers, self.norms, strict=True) for part in pair]
+            parts.append(self.head)
+        parameters: list[Tensor] = [p for part in parts for p in part.parameters(recurse=False)]
+        if frozen:
+            parameters = [p.detach() for p in parameters]
+        return StackedPerceptron.apply(observation, action, len(self.norms) > 0, *parameters)
 
     def target(self, observation: Tensor, action: Tensor) -> Tensor:
         """What the Bellman target bootstraps from: min_i Q_i, [B, 1]."""
@@ -295,7 +373,7 @@ class TwinCritic(nn.Module):
 
     def value(self, observation: Tensor, action: Tensor) -> Tensor:
         """What the actor maximises: min_i Q_i, [B]."""
-        return self(observation, action).amin(0).squeeze(-1)
+        return self(observation, action, frozen=True).amin(0).squeeze(-1)
 
     def loss(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """1/2 sum_i mean_B weight (Q_i - y)^2; prediction [2, B, 1], target [B, 1], weight [B]."""
@@ -314,13 +392,12 @@ class QuantileCritic(TwinCritic):
         self.register_buffer("midpoints", midpoints, persistent=False)
 
     def target(self, observation: Tensor, action: Tensor) -> Tensor:
-        """The pooled quantiles of both critics, sorted, without the `drop` largest: [B, kept]."""
-        pooled = self(observation, action).transpose(0, 1).flatten(1)
-        return pooled.sort(-1).values[:, : self.kept]
+        """The pooled quantiles of both critics without the `drop` largest: [B, kept]."""
+        return kernels.lowest(self(observation, action), self.kept)
 
     def value(self, observation: Tensor, action: Tensor) -> Tensor:
         """What the actor maximises: the mean of all quantiles, [B]."""
-        return self(observation, action).mean((0, 2))
+        return self(observation, action, frozen=True).mean((0, 2))
 
     def loss(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """Quantile Huber loss, averaged over critics, quantiles and target atoms (paper, eq. 8).

@@ -50,11 +50,12 @@ def test_the_products_of_an_update_are_those_that_torch_counts(name: str) -> Non
 
 def test_the_products_of_a_dense_update_are_those_of_its_equations() -> None:
     """Passes: actor on both observations, its gradients; target, online critics and their
-    gradients, critics in the actor's loss and their gradient with respect to inputs."""
+    gradients, critics in the actor's loss and their gradient with respect to actions."""
     actor, head, critic, value = 24 * 256, 256 * 256, 28 * 256, 256
     actor_pass, critics_pass = actor + head + 2 * 256 * 4, 2 * (critic + head + value)
     gradients = actor_pass + (actor_pass - actor) + critics_pass + (critics_pass - 2 * critic)
-    products = 2 * actor_pass + 3 * critics_pass + gradients + critics_pass
+    to_actions = 2 * (4 * 256 + head + value)
+    products = 2 * actor_pass + 3 * critics_pass + gradients + to_actions
     calls = contenders.product_calls(Setup())
     with FlopCounterMode(display=False) as found:
         for product in calls:

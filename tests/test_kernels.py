@@ -713,6 +713,24 @@ def test_quantile_huber_of_a_nan_is_a_nan() -> None:
     assert fused[0].isnan().tolist() == [False, True, False]
 
 
+@given(
+    copies=st.integers(1, 3),
+    batch=st.integers(0, 40),
+    quantiles=st.integers(1, 26),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_lowest_keeps_what_a_sort_would(
+    copies: int, batch: int, quantiles: int, share: float, seed: int
+) -> None:
+    stream = torch.Generator().manual_seed(seed)
+    values = torch.randint(-9, 9, (copies, batch, quantiles), generator=stream).float()
+    kept = max(1, round(share * copies * quantiles))
+    pooled = values.transpose(0, 1).flatten(1)
+    found = kernels.lowest(values, kept).sort(-1).values
+    assert torch.equal(found, pooled.sort(-1).values[:, :kept])
+
+
 # ---- LayerNorm and ReLU --------------------------------------------------------------------------
 
 
@@ -726,52 +744,55 @@ def torchs_norm_relu(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
     width=st.integers(4, 200),
     offset=st.sampled_from([0.0, 30.0]),
     learned=st.booleans(),
-    strided=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 2**16),
 )
 def test_norm_relu_is_torchs_layer_norm_and_relu(
-    copies: int, rows: int, width: int, offset: float, learned: bool, strided: bool, seed: int
+    copies: int,
+    rows: int,
+    width: int,
+    offset: float,
+    learned: bool,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
     """Values and gradients, against float64, for widths that are no multiple of a vector."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, copies, width, generator=generator).transpose(0, 1) + offset
-    x = x if strided else x.contiguous()
+    x = torch.randn(copies, rows, width, generator=generator) + offset
     gain, bias, gradient = (
         torch.randn(*shape, generator=generator)
         for shape in ((copies, 1, width), (copies, 1, width), (copies, rows, width))
     )
-    inputs = [x, gain, bias]
-    ours = [t.detach().clone().requires_grad_(learned or t is x) for t in inputs]
-    theirs = [t.double().requires_grad_(learned or t is x) for t in inputs]
-    y, reference = kernels.norm_relu(*ours), torchs_norm_relu(*theirs)
+    exact = [t.double().requires_grad_() for t in (x, gain, bias)]
+    reference = torchs_norm_relu(*exact)
+    x, gain, bias = (t.to(dtype) for t in (x, gain, bias))
+    y, statistics = kernels.norm_relu(x, gain, bias)
     torch.testing.assert_close(y.double(), reference, rtol=1e-4, atol=2e-4)
     # Where a value is within rounding of 0 the two may differ in which side they see.
     gradient = gradient * (reference.abs() > 1e-3)
-    (y * gradient).sum().backward()
-    (reference * gradient).sum().backward()
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine.grad is None) == (other.grad is None)
-        if mine.grad is not None and other.grad is not None:
-            largest = other.grad.abs().max() if other.grad.numel() else torch.ones(())
-            difference = (mine.grad - other.grad) / largest.clamp_min(1)
-            assert not (difference.abs() > 1e-3).any()
+    expected = torch.autograd.grad((reference * gradient).sum(), exact)
+    found = kernels.norm_relu_backward(gradient.to(dtype), x, gain, y, statistics, learned)
+    assert (found[1] is not None) == (found[2] is not None) == learned
+    for mine, other in zip(found, expected, strict=True):
+        if mine is not None:
+            largest = other.abs().max() if other.numel() else torch.ones(())
+            assert not (((mine - other) / largest.clamp_min(1)).abs() > 1e-3).any()
 
 
 def test_norm_relu_does_not_depend_on_threads_and_passes_a_nan() -> None:
-    x = torch.randn(2, 64, 100, requires_grad=True)
-    gain = torch.randn(2, 1, 100, requires_grad=True)
+    x, gain, bias = torch.randn(2, 64, 100), torch.randn(2, 1, 100), torch.zeros(2, 1, 100)
     results = []
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        y = kernels.norm_relu(x, gain, torch.zeros(2, 1, 100))
-        results.append((y, *torch.autograd.grad(y.square().sum(), (x, gain))))
+        y, statistics = kernels.norm_relu(x, gain, bias)
+        back = kernels.norm_relu_backward(2 * y, x, gain, y, statistics, True)
+        results.append([t for t in (y, statistics, *back) if t is not None])
     torch.set_num_threads(before)
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)
-    spoiled = x.detach().clone()
-    spoiled[1, 3, 50] = math.nan
-    y = kernels.norm_relu(spoiled, gain, torch.zeros(2, 1, 100))
+    x[1, 3, 50] = math.nan
+    y, _ = kernels.norm_relu(x, gain, bias)
     assert y[1, 3].isnan().all() and not y[1, 2].isnan().any()
 
 
