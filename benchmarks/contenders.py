@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from sansac.algorithm import SAC
 from sansac.config import Config, load_yaml, preset_for, resolve
 from sansac.logger import read_metrics
 from sansac.manager import Manager
+from sansac.networks import layered
 from sansac.replay import ReplayBuffer
 
 ENV, OBSERVATIONS, ACTIONS = "BipedalWalker-v3", 24, 4
@@ -264,9 +266,28 @@ def plain_polyak(target: list[Tensor], online: list[Tensor], tau: float) -> None
         slow.lerp_(fast, tau)
 
 
-def plain_norm_relu(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    normed = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    return torch.relu(torch.addcmul(bias, normed, gain))
+def plain_perceptron(
+    observation: Tensor, action: Tensor, normed: bool, *parameters: Tensor
+) -> Tensor:
+    *hidden, (last_weight, last_bias) = layered(parameters, normed)
+    x = torch.cat([observation, action], -1).expand(len(last_weight), -1, -1)
+    for weight, bias, *norm in hidden:
+        x = torch.baddbmm(bias, x, weight)
+        if norm:
+            x = torch.addcmul(norm[1], torch.nn.functional.layer_norm(x, x.shape[-1:]), norm[0])
+        x = torch.relu(x)
+    return torch.baddbmm(last_bias, x, last_weight)
+
+
+def plain_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    u = mean + log_std.exp() * noise
+    density = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    correction = 2 * (math.log(2) - u - torch.nn.functional.softplus(-2 * u))
+    return torch.tanh(u), (density - correction).sum(-1)
+
+
+def plain_lowest(values: Tensor, kept: int) -> Tensor:
+    return values.transpose(0, 1).flatten(1).sort(-1).values[:, :kept]
 
 
 # -- peers -------------------------------------------------------------------------------------
@@ -496,7 +517,13 @@ FAMILIES: dict[str, dict[str, Callable[[Setup], Turn]]] = {
         "preset": update(PRESET),
         "preset, spiking": update(PRESET, {"san": True}),
         "preset, averaging": without("sansac.algorithm.polyak", plain_polyak, update(PRESET)),
-        "preset, LayerNorm": without("sansac.kernels.norm_relu", plain_norm_relu, update(PRESET)),
+        "preset, critics": without(
+            "sansac.networks.StackedPerceptron.apply", plain_perceptron, update(PRESET)
+        ),
+        "preset, sample": without(
+            "sansac.networks.SquashedSample.apply", plain_sample, update(PRESET)
+        ),
+        "preset, drop": without("sansac.kernels.lowest", plain_lowest, update(PRESET)),
         "preset, quantiles": without(
             "sansac.kernels.quantile_huber", lambda *_: None, update(PRESET)
         ),

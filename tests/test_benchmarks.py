@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.image import imread
+from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import contenders, costs, train
 from benchmarks.contenders import QUICK, Setup
+from sansac.algorithm import SAC
 from sansac.config import load_yaml
 
 FAST = (
@@ -158,6 +160,24 @@ def test_the_profile_is_the_whole_update() -> None:
     shares = costs.shares(Setup(**QUICK), costs.DENSE, updates=3)  # type: ignore[arg-type]
     assert sum(shares.values()) == pytest.approx(1)
     assert all(0 < share < 1 for share in shares.values())
+
+
+@pytest.mark.parametrize("part", ["averaging", "critics", "sample", "drop", "quantiles"])
+def test_plain_forms_learn_what_ours_learn(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an ablation row puts in place of a part differs from it in speed alone."""
+    learned = []
+    for contender in ("preset", f"preset, {part}"):
+        made: list[SAC] = []
+
+        def make(*arguments: Any, made: list[SAC] = made) -> SAC:
+            made.append(SAC(*arguments))
+            return made[0]
+
+        monkeypatch.setattr(contenders, "SAC", make)
+        setup = Setup(batch=32, hidden=(16, 16), seconds=0)
+        contenders.FAMILIES["updates"][contender](setup)()
+        learned.append(parameters_to_vector(made[0].critic.parameters()))
+    torch.testing.assert_close(learned[0], learned[1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
