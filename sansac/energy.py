@@ -1,0 +1,334 @@
+"""What an action of a trained agent costs: operations counted over episodes, joules under named models.
+
+Counted is the deployed policy: BatchNorm folded, normalisation folded or left to the sensor, biases
+and the log-std head left out. A product fed by spikes costs an accumulate a weight and spike, any
+other a multiply-accumulate a weight; those of an input of 0 are skipped ("effective"), as NeuroBench
+counts. The current of a constant input is computed once, a rate read-out multiplies mean spikes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sansac import export
+from sansac.checkpoint import write_atomically
+from sansac.config import ConfigError
+from sansac.environments import EVALUATION, Episodic, episode_seed
+from sansac.evaluation import run_episode
+from sansac.logger import last_value
+from sansac.manager import Manager
+from sansac.networks import DenseActor
+from sansac.spiking import GroupedLinear, MembraneReadout, SpikingActor
+
+FILE = "energy.json"  # in a run directory; `compare` reads it
+
+
+class Counts(NamedTuple):
+    """Operations of one action, means over observations."""
+
+    macs: float  # multiply-accumulates of products, those of an input of 0 skipped
+    all_macs: float  # with those
+    accumulates: float  # synaptic operations that spikes caused
+    synapses: float  # accumulates if every neuron fired at every step
+    neuron_updates: float
+    neuron_macs: float  # multiply-accumulates inside neurons and receptive fields
+    neuron_accumulates: float
+    memory_words: float  # weights, activations and states read or written; a spike is a bit
+    activation_sparsity: float  # share of zeros among what layers put out
+
+
+class Model(NamedTuple):
+    """Energy of an operation (pJ) at one precision, the same for both actors."""
+
+    mac: float
+    accumulate: float
+    bytes: int  # of a weight, an activation or a state
+    source: str
+
+
+HOROWITZ = "Horowitz, ISSCC 2014, 45 nm, 0.9 V"
+MODELS = {
+    "float32-45nm": Model(4.6, 0.9, 4, f"{HOROWITZ}: multiply 3.7 pJ, add 0.9 pJ"),
+    "int8-45nm": Model(0.23, 0.03, 1, f"{HOROWITZ}: 8-bit multiply 0.2 pJ, 8-bit add 0.03 pJ"),
+    "synop-77fJ": Model(
+        0.23, 0.077, 1,
+        "77 fJ a synaptic operation of a mixed-signal chip (Qiao et al. 2015, Front. Neurosci. 9:141); "
+        "it has no multiply-accumulate, which is taken from int8-45nm",
+    ),
+}  # fmt: skip
+# pJ a byte by the smallest memory (bytes) that holds an actor: 64-bit reads of caches of 8 KB, 32 KB
+# and 1 MB at 10, 20 and 100 pJ, and of DRAM at 1.3 nJ, the lower end (Horowitz, ISSCC 2014).
+MEMORIES = ((8 * 2**10, 1.25), (32 * 2**10, 2.5), (2**20, 12.5), (float("inf"), 162.5))
+
+
+def parse_models(words: tuple[str, ...]) -> dict[str, Model]:
+    """`NAME=MAC,AC[,BYTES]`, pJ a multiply-accumulate and an accumulate. Raises ConfigError."""
+    found = {}
+    for word in words:
+        name, _, numbers = word.partition("=")
+        try:
+            mac, accumulate, *size = map(float, numbers.split(","))
+            (width,) = size or [4.0]
+            if not name or not min(mac, accumulate, width) > 0 or width % 1:
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"--model: expected NAME=MAC,AC[,BYTES], such as chip=2.0,0.4,1 (pJ a "
+                f"multiply-accumulate and an accumulate, bytes a value), found {word!r}"
+            ) from None
+        found[name] = Model(mac, accumulate, int(width), "given with --model")
+    return found
+
+
+# -- counting ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def count(manager: Manager, observations: np.ndarray) -> Counts:
+    """Operations of an action over raw observations, [N, obs]."""
+    algorithm = manager.algorithm
+    actor = export.plain_actor(algorithm)
+    x = algorithm.normalize(torch.from_numpy(observations).to(algorithm.device)).cpu()
+    products = list(dense_products(actor, x) if isinstance(actor, DenseActor)
+                    else spiking_products(actor, x))  # fmt: skip
+    n = len(observations)
+    macs = sum(p.operations for p in products if not p.spikes)
+    accumulates = sum(p.operations for p in products if p.spikes)
+    outputs = [p.output for p in products if p.output is not None]
+    zeros, entries = sum(int((o == 0).sum()) for o in outputs), sum(o.numel() for o in outputs)
+    neurons = neuron_costs(actor)
+    words = sum(p.operations + p.words for p in products) / n + neurons.words
+    return Counts(
+        macs / n,
+        sum(p.all_operations for p in products if not p.spikes) / n,
+        accumulates / n,
+        sum(p.all_operations for p in products if p.spikes) / n,
+        *neurons[:3],
+        words,
+        zeros / entries if entries else 0.0,
+    )
+
+
+class Product(NamedTuple):
+    """One product over all observations."""
+
+    spikes: bool
+    operations: int  # weights that meet an input other than 0
+    all_operations: int
+    words: float  # its inputs read, its biases read, its outputs written
+    output: Tensor | None  # what the layer puts out, if it has an activation
+
+
+def product(x: Tensor, fan_out: int, spikes: bool, output: Tensor | None = None) -> Product:
+    """Of inputs x, [..., inputs], each of which meets `fan_out` weights."""
+    rows = x.numel() // x.shape[-1]
+    words = x.numel() / (32 if spikes else 1) + 2 * rows * fan_out
+    nonzero = int(torch.count_nonzero(x))
+    return Product(spikes, nonzero * fan_out, x.numel() * fan_out, words, output)
+
+
+def dense_products(actor: DenseActor, x: Tensor) -> Iterator[Product]:
+    for layer, norm in zip(actor.layers, actor.norms, strict=True):
+        y = torch.relu(norm(layer(x)))
+        yield product(x, y.shape[-1], False, y)
+        x = y
+    yield product(x, actor.mean.out_features, False)
+
+
+def spiking_products(actor: SpikingActor, x: Tensor) -> Iterator[Product]:
+    inputs = x if actor.encoder is None else actor.encoder(x)
+    spikes = actor.config.encoder == "population"
+    for layer, trace in zip(actor.layers, actor.trace(x), strict=True):
+        yield product(inputs, layer.linear.out_features, spikes, trace.spikes)
+        if layer.connections is not None:  # from each step to the next
+            yield product(trace.spikes[:-1], layer.connections.weight.shape[-1], True)
+        inputs, spikes = trace.spikes, True
+    readout = actor.readout
+    if isinstance(readout, MembraneReadout):
+        yield product(inputs, readout.linear.out_features, True)
+    else:
+        fan_out = 1 if isinstance(readout, GroupedLinear) else readout.out_features
+        yield product(inputs.mean(0), fan_out, False)
+
+
+class NeuronCosts(NamedTuple):
+    updates: float = 0.0
+    macs: float = 0.0
+    accumulates: float = 0.0
+    words: float = 0.0  # states read and written
+
+
+def neuron_costs(actor: Any) -> NeuronCosts:
+    """Of one action. A leak or a decay is a multiply-accumulate, adding the current an accumulate;
+    comparing and resetting are not counted. A receptive field is two multiply-accumulates and an
+    accumulate (the exponential is not counted), its integrator an accumulate a step."""
+    if not isinstance(actor, SpikingActor):
+        return NeuronCosts()
+    config = actor.config
+    updates = config.time_steps * sum(layer.linear.out_features for layer in actor.layers)
+    states = 2 if config.neuron in ("cuba", "clif", "alif") else 1
+    macs, accumulates = updates * states, 0 if config.neuron == "cuba" else updates
+    if config.decoder == "membrane":
+        integrated = config.time_steps * actor.readout.linear.out_features
+        updates, macs = updates + integrated, macs + integrated
+        accumulates += integrated
+    words = 2 * states * updates
+    if actor.encoder is not None:
+        fields = actor.encoder.size
+        macs, accumulates = macs + 2 * fields, accumulates + fields
+        if config.encoder == "population":
+            stepped = config.time_steps * fields
+            updates, accumulates, words = updates + stepped, accumulates + stepped, words + 2 * stepped
+    return NeuronCosts(updates, macs, accumulates, words)
+
+
+def parameters(actor: Any) -> int:
+    """Numbers that a deployed actor holds in its products and fields."""
+    return sum(p.numel() for name, p in actor.named_parameters() if "log_std" not in name)
+
+
+def states(actor: Any) -> int:
+    """Numbers that it holds while it acts: a dense actor's widest activations, voltages and currents."""
+    if isinstance(actor, DenseActor):
+        return 2 * max(layer.out_features for layer in actor.layers)
+    kinds = 2 if actor.config.neuron in ("cuba", "clif", "alif") else 1
+    return kinds * sum(layer.linear.out_features for layer in actor.layers)
+
+
+# -- joules ------------------------------------------------------------------------------------
+
+
+def joules(counts: Counts, model: Model, footprint: int) -> dict[str, float]:
+    """Of one action: arithmetic alone, and with memory traffic; `footprint` in values."""
+    macs = counts.macs + counts.neuron_macs
+    arithmetic = model.mac * macs + model.accumulate * (counts.accumulates + counts.neuron_accumulates)
+    size = footprint * model.bytes
+    byte = next(price for bound, price in MEMORIES if size <= bound)
+    traffic = counts.memory_words * model.bytes * byte
+    return {"arithmetic": arithmetic * 1e-12, "with_memory": (arithmetic + traffic) * 1e-12}
+
+
+def account(
+    manager: Manager,
+    dense: Manager | None,
+    *,
+    episodes: int = 10,
+    seed: int = 0,
+    models: Mapping[str, Model] = MODELS,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """An agent's counts and joules an action and an episode, beside the dense actor of the task.
+
+    The dense actor has the agent's own hidden layers; its ReLU zeros are known where `dense` is a
+    trained one. Raises ConfigError where that is no dense agent of the same task.
+    """
+    if dense is not None and (dense.config.san or dense.config.env != manager.config.env):
+        raise ConfigError(
+            f"--dense: expected a dense agent of {manager.config.env}, found a "
+            f"{dense.config.actor_name} one of {dense.config.env}"
+        )
+    observations, returns = play(manager, episodes, seed, on_step)
+    counts = count(manager, observations)
+    steps = len(observations) / episodes
+    actor = export.plain_actor(manager.algorithm)
+    footprint = parameters(actor) + states(actor)
+    config = manager.config.spiking
+    result: dict[str, Any] = {
+        "env": manager.config.env,
+        "actor": manager.config.actor_name,
+        "checkpoint": manager.loaded_from,
+        "step": manager.step,
+        "episodes": episodes,
+        "seed": seed,
+        "return_mean": float(np.mean(returns)),
+        "length_mean": steps,
+        "action": counts._asdict(),
+        "episode": {name: value * steps for name, value in counts._asdict().items()
+                    if name != "activation_sparsity"},
+        "firing_rate": manager.policy.firing_rates(observations),
+        "footprint_values": footprint,
+    }  # fmt: skip
+    own = manager if not manager.config.san else dense
+    if own is None:
+        reference, size = dense_counts(manager), None
+    else:
+        seen = observations if own is manager else play(own, episodes, seed, on_step)[0]
+        reference = count(own, seen)
+        size = export.plain_actor(own.algorithm)
+    widths = [manager.observation_size, *manager.config.actor.hidden, manager.action_size]
+    values = parameters(size) + states(size) if size else sum(
+        (m + 1) * n for m, n in zip(widths, widths[1:], strict=False)
+    ) + 2 * max(widths[1:-1])  # fmt: skip
+    full = reference._replace(
+        macs=reference.all_macs,
+        memory_words=reference.memory_words + reference.all_macs - reference.macs,
+    )
+    result["dense"] = {
+        "run": None if own is None else str(own.run_dir),
+        "all": full._asdict(),
+        "without_zeros": None if own is None else reference._asdict(),
+        "footprint_values": values,
+    }
+    if manager.config.san:
+        result["time_steps"] = config.time_steps
+        result["spike_rate"] = counts.accumulates / counts.synapses if counts.synapses else None
+    result["models"] = {}
+    for name, model in models.items():
+        entry: dict[str, Any] = {**model._asdict(), "agent": joules(counts, model, footprint)}
+        entry["dense_all"] = joules(full, model, values)
+        entry["dense_without_zeros"] = None if own is None else joules(reference, model, values)
+        if manager.config.san:
+            entry["break_even_rate"] = model.mac / (config.time_steps * model.accumulate)
+            entry["cheaper"] = cheaper(entry)
+        result["models"][name] = entry
+    metrics = (manager.run_dir or Path()) / "metrics.jsonl"
+    result["nvml_training_joules"] = (
+        last_value(metrics, "gpu/energy_joules") or None if metrics.exists() else None
+    )
+    return result
+
+
+def cheaper(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Which actor costs less, arithmetic alone and with memory, against each way to count ReLU."""
+    found = {}
+    for against in ("dense_all", "dense_without_zeros"):
+        for kind in ("arithmetic", "with_memory"):
+            if entry[against] is not None:
+                less = entry["agent"][kind] < entry[against][kind]
+                found[f"{against}, {kind}"] = "spiking" if less else "dense"
+    return found
+
+
+def dense_counts(manager: Manager) -> Counts:
+    """Of a dense actor of the agent's hidden layers, no input being 0."""
+    widths = [manager.observation_size, *manager.config.actor.hidden, manager.action_size]
+    macs = sum(m * n for m, n in zip(widths, widths[1:], strict=False))
+    words = macs + sum(m + 2 * n for m, n in zip(widths, widths[1:], strict=False))
+    return Counts(macs, macs, 0, 0, 0, 0, 0, words, 0.0)
+
+
+def play(
+    manager: Manager, episodes: int, seed: int, on_step: Callable[[str], None]
+) -> tuple[np.ndarray, list[float]]:
+    """Observations of all episodes, [steps, obs], and their returns: those that evaluate runs."""
+    env = Episodic(manager.evaluation_env())
+    played = []
+    for i in range(episodes):
+        on_step(f"episode {i + 1} of {episodes}")
+        played.append(run_episode(manager.policy, env, episode_seed(EVALUATION, seed, i)))
+    env.close()
+    return np.concatenate([seen for _, seen in played]), [total for total, _ in played]
+
+
+def keep(result: dict[str, Any], run_dir: Path, name: str) -> None:
+    """Leave a result in a run, where `compare` finds it; an agent directory stays as it is."""
+    if (run_dir / "run.json").exists():
+        text = json.dumps(result, indent=1) + "\n"
+        write_atomically(run_dir / name, lambda file: file.write(text.encode()))
