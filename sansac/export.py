@@ -69,7 +69,9 @@ def check_exportable(algorithm: SAC, format: Format) -> None:
             nearest = f"spiking.neuron lif (or {', '.join(FUSED[1:])})"
             refuse(format, f"the neuron {spiking.neuron!r} exists in no other simulator", nearest)
         if spiking.encoder == "poisson":
-            refuse(format, "the encoder 'poisson' draws random numbers", "spiking.encoder population")
+            refuse(
+                format, "the encoder 'poisson' draws random numbers", "spiking.encoder population"
+            )
         if spiking.output_connections and format in ("nir", "c"):
             why = "connections within output populations feed spikes back"
             refuse(format, why, "--format onnx, or no spiking.output_connections")
@@ -87,7 +89,9 @@ def needed(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{error}: pip install 'sansac[export]', or: pip install {name}") from None
+        raise ConfigError(
+            f"{error}: pip install 'sansac[export]', or: pip install {name}"
+        ) from None
 
 
 # -- the policy as one module of plain torch ---------------------------------------------------
@@ -145,7 +149,7 @@ def normalizer(algorithm: SAC) -> nn.Module:
 
 
 def plain_actor(algorithm: SAC) -> Any:
-    """A folded copy of the policy's actor on the CPU, its neurons in plain torch, no log-std head."""
+    """A folded copy of the policy's actor on the CPU: neurons in plain torch, no log-std head."""
     actor: Any = fold_batch_norm(algorithm.policy_actor) if folds(algorithm) else copy.deepcopy(
         algorithm.policy_actor
     )  # fmt: skip
@@ -281,6 +285,7 @@ def export_nir(manager: Manager, out: Path) -> None:
     algorithm = manager.algorithm
     actor = plain_actor(algorithm)
     products = [layer.linear for layer in actor.layers] + [readout_linear(actor)]
+    before: nn.Module
     if actor.encoder is None:
         before, products[0] = fold_norm(algorithm, products[0], actor.config.time_steps)
     else:
@@ -472,7 +477,9 @@ def check(
         seed = episode_seed(EVALUATION, 0, i)
         total, observations = run_episode(manager.policy, env, seed)
         for observation in observations:
-            largest = max(largest, float(np.abs(act(observation) - manager.policy(observation)).max()))
+            largest = max(
+                largest, float(np.abs(act(observation) - manager.policy(observation)).max())
+            )
         returns.append((total, run_episode(act, env, seed)[0]))
     env.close()
     policy, exported = np.mean(returns, axis=0)
@@ -485,10 +492,10 @@ def card(result: dict[str, Any]) -> str:
     lines = [
         f"# {result['env']}, {result['actor']} actor, as {result['format']}",
         "",
-        f"The deterministic policy of a sansac agent after {result['step']:,} environment steps: raw "
-        f"observations {sizes[0]} to actions {sizes[1]} in the environment's own scale.",
+        f"The deterministic policy of a sansac agent after {result['step']:,} environment steps: "
+        f"raw observations {sizes[0]} to actions {sizes[1]} in the environment's own scale.",
         "",
-        *HOW_TO[result["format"]].format(**{"opset": "", "dt": "", "time_steps": "", **result}).splitlines(),
+        HOW_TO[result["format"]].format(**{"opset": "", "dt": "", "time_steps": "", **result}),
     ]  # fmt: skip
     if "clip_low" in result:
         lines += ["", "The clip, in raw units:", "", "| entry | low | high |", "|---:|---:|---:|"]
@@ -510,16 +517,17 @@ def told(result: dict[str, Any]) -> str:
 
 
 HOW_TO = {
-    "nir": """`actor.nir` holds products and neurons, the normalisation folded into the first product; a step is
-{dt} s. For one observation: `preprocessing.onnx` (opset {opset}) maps `observation` [B, obs] to
-`input` [T, B, n], T = {time_steps}: the clip, or the encoder's fields. The graph runs T steps from its
-initial state. `postprocessing.onnx` maps its T outputs, `output` [T, B, act], to `action` [B, act]:
-their mean (or the read-out's integrator), the tanh and the action scale.""",
-    "onnx": """`actor.onnx` (opset {opset}): `observation` [batch, obs] to `action` [batch, act], float32, any batch.
-Normalisation, its clip, the simulation steps, the tanh and the action scale are inside. Observations
-are not checked for NaN.""",
-    "torch": """`torch.export.load("actor.pt2").module()` maps float32 observations [batch, obs] to actions
-[batch, act], any batch. Observations are not checked for NaN.""",
+    "nir": """`actor.nir` holds products and neurons, normalisation folded into the first product of
+an encoder `current`; a step is {dt} s. For one observation: `preprocessing.onnx` (opset {opset})
+maps `observation` [B, obs] to `input` [T, B, n], T = {time_steps}: the clip, or the encoder's fields.
+The graph runs T steps from its initial state. `postprocessing.onnx` maps its T outputs, `output`
+[T, B, act], to `action` [B, act]: their mean (or the read-out's integrator), the tanh and the
+action scale.""",
+    "onnx": """`actor.onnx` (opset {opset}): `observation` [batch, obs] to `action` [batch, act],
+float32, any batch. Normalisation, its clip, the simulation steps, the tanh and the action scale are
+inside. Observations are not checked for NaN.""",
+    "torch": """`torch.export.load("actor.pt2").module()` maps float32 observations [batch, obs] to
+actions [batch, act], any batch. Observations are not checked for NaN.""",
     "c": """`actor.c` is C99 and needs nothing but the C library:
 `int sansac_act(const float observation[], float action[])` returns 0, or -1 where an observation is
 not finite, and then leaves the action alone. `cc -std=c99 -O2 -DSANSAC_PIPE actor.c -lm -o actor`

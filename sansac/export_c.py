@@ -1,8 +1,8 @@
 """A policy as one C99 file for microcontrollers: tables made here, the code of actor.c after them.
 
-float32 repeats the arithmetic of `inference.action_mean` in its order. int8 has int8 weights, a step
-an output neuron, and int32 sums; what enters a product that is not fed by spikes is rounded to 8 bits,
-its step the calibration observations' largest value / 127. Voltages stay float32 in both.
+float32 repeats the arithmetic of `inference.action_mean` in its order. int8 has int8 weights, a
+step an output neuron, and int32 sums; what enters a product that is not fed by spikes is rounded to
+8 bits, its step the calibration observations' largest value / 127. Voltages stay float32 in both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def source(
 ) -> tuple[str, dict[str, Any]]:
     """The file, with int8 weights where there are observations to calibrate on, [N, obs]; and what
     it takes: flash and RAM in bytes, operations an action."""
-    actor = fold_batch_norm(algorithm.policy_actor).cpu().eval()
+    actor: Any = fold_batch_norm(algorithm.policy_actor).cpu().eval()
     layers = read_layers(actor)
     steps = None if calibration is None else input_steps(algorithm, actor, calibration)
     spiking = isinstance(actor, SpikingActor)
@@ -60,8 +60,8 @@ def source(
         tables += [("centre", norm.centre.cpu().numpy()), ("scale", norm.scale.cpu().numpy())]
     tables += [("middle", (scale.low + scale.high) / 2), ("reach", (scale.high - scale.low) / 2)]
     if spiking and actor.encoder is not None:
-        fields = actor.encoder.mean, actor.encoder.std
-        tables += [(f"field_{name}", array(t).ravel()) for name, t in zip(("mean", "std"), fields)]
+        tables.append(("field_mean", array(actor.encoder.mean).ravel()))
+        tables.append(("field_std", array(actor.encoder.std).ravel()))
     rows, neurons = [], 0
     for i, layer in enumerate(layers):
         cells = [f"weight_{i}", f"bias_{i}"]
@@ -112,9 +112,7 @@ def read_layers(actor: Any) -> list[Layer]:
     for i, layer in enumerate(actor.layers):
         of, linear = neuron(actor, i), layer.linear
         weight = array(linear.weight).T.copy()
-        layers.append(
-            Layer(weight, array(linear.bias), spikes or i > 0, of.decay, of.v_threshold)
-        )
+        layers.append(Layer(weight, array(linear.bias), spikes or i > 0, of.decay, of.v_threshold))
     readout = actor.readout
     if isinstance(readout, GroupedLinear):
         weight = torch.block_diag(*readout.weight)
@@ -225,7 +223,7 @@ def operations(actor: Any, layers: Iterable[Layer], neurons: int) -> dict[str, i
     time_steps = actor.config.time_steps if isinstance(actor, SpikingActor) else 0
     return {
         "macs": sum(layer.weight.size for layer in layers if not layer.spikes),
-        "most_accumulates": time_steps * sum(l.weight.size for l in layers if l.spikes),
+        "most_accumulates": time_steps * sum(layer.weight.size for layer in layers if layer.spikes),
         "neuron_updates": time_steps * neurons,
     }
 
