@@ -519,7 +519,7 @@ def told(result: dict[str, Any]) -> str:
 HOW_TO = {
     "nir": """`actor.nir` holds products and neurons, normalisation folded into the first product of
 an encoder `current`; a step is {dt} s. For one observation: `preprocessing.onnx` (opset {opset})
-maps `observation` [B, obs] to `input` [T, B, n], T = {time_steps}: the clip, or the encoder's fields.
+maps `observation` [B, obs] to `input` [T, B, n], T = {time_steps}: the clip, or the fields.
 The graph runs T steps from its initial state. `postprocessing.onnx` maps its T outputs, `output`
 [T, B, act], to `action` [B, act]: their mean (or the read-out's integrator), the tanh and the
 action scale.""",
