@@ -40,6 +40,7 @@ Format = Literal["nir", "onnx", "torch", "c"]
 Act = Callable[[np.ndarray], np.ndarray]  # one observation [obs] -> one action [act]
 
 OPSET = 18  # of every ONNX file written here
+EQUAL = 1e-5  # largest difference of actions that rounding explains where no spike tips over
 DT = 1e-4  # seconds a simulation step of a NIR graph; what snnTorch and Norse assume
 CALIBRATION = 5  # episodes that an int8 file is calibrated on where the run keeps no replay buffer
 MOST_CALIBRATION = 10_000  # observations that it is calibrated on
@@ -49,7 +50,9 @@ class Check(NamedTuple):
     """What was exported, played beside the policy it came from."""
 
     episodes: int
-    largest_difference: float  # of an action entry, over all observations of the policy's episodes
+    observations: int  # of the policy's episodes
+    differing: int  # of those, on how many the actions differ by more than EQUAL
+    largest_difference: float  # of an action entry
     policy_return: float  # mean over episodes
     exported_return: float
 
@@ -471,19 +474,20 @@ def check(
     """Play `act` and the policy over the same evaluation episodes, each on its own; actions are
     compared on the observations of the policy's."""
     env = Episodic(manager.evaluation_env())
-    returns, largest = [], 0.0
+    returns, differences = [], []
     for i in range(episodes):
         on_step(f"episode {i + 1} of {episodes}")
         seed = episode_seed(EVALUATION, 0, i)
         total, observations = run_episode(manager.policy, env, seed)
-        for observation in observations:
-            largest = max(
-                largest, float(np.abs(act(observation) - manager.policy(observation)).max())
-            )
+        differences += [np.abs(act(o) - manager.policy(o)).max() for o in observations]
         returns.append((total, run_episode(act, env, seed)[0]))
     env.close()
     policy, exported = np.mean(returns, axis=0)
-    return Check(episodes, largest, float(policy), float(exported))
+    differing = sum(difference > EQUAL for difference in differences)
+    return Check(
+        episodes, len(differences), int(differing), float(max(differences)),
+        float(policy), float(exported),
+    )  # fmt: skip
 
 
 def card(result: dict[str, Any]) -> str:
@@ -510,9 +514,10 @@ def card(result: dict[str, Any]) -> str:
 
 def told(result: dict[str, Any]) -> str:
     return (
-        f"Played beside the policy over {result['episodes']} episodes: actions differ by at most "
-        f"{result['largest_difference']:.1e}; mean return {result['exported_return']:.1f}, the "
-        f"policy's {result['policy_return']:.1f}."
+        f"Played beside the policy over {result['episodes']} episodes: mean return "
+        f"{result['exported_return']:.1f}, the policy's {result['policy_return']:.1f}; on "
+        f"{result['differing']:,} of {result['observations']:,} observations the actions differ by "
+        f"more than {EQUAL:g}, at most {result['largest_difference']:.1e}."
     )
 
 
