@@ -374,11 +374,12 @@ def count_rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def joule_rows(result: dict[str, Any]) -> list[list[str]]:
-    rows = [["nJ an action", "", *(HEADS[side] for side in result["action"])]]
+    rows = [["nJ an action", "", *(HEADS[side] for side in result["action"]), "an episode"]]
     for name, model in result["models"].items():
         for kind in ("arithmetic", "with_memory"):
             cells = [f"{1e9 * joules[kind]:,.1f}" for joules in model["joules"].values()]
-            rows.append([name * (kind == "arithmetic"), kind.replace("_", " "), *cells])
+            episode = f"{1e6 * model['joules']['agent'][kind] * result['length_mean']:,.1f} µJ"
+            rows.append([name * (kind == "arithmetic"), kind.replace("_", " "), *cells, episode])
     return rows
 
 

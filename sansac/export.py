@@ -92,9 +92,7 @@ def needed(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"{error}: pip install 'sansac[export]', or: pip install {name}"
-        ) from None
+        raise ConfigError(f"{error}: pip install -e .[export], or: pip install {name}") from None
 
 
 # -- the policy as one module of plain torch ---------------------------------------------------

@@ -433,7 +433,7 @@ def test_a_missing_package_and_a_failure_leave_nothing(
 ) -> None:
     manager = agent(tmp_path / "agent", **STACKS["lif"])
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ConfigError, match=r"pip install 'sansac\[export\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e \.\[export\]"):
         export.export(manager, "onnx", tmp_path / "out")
     monkeypatch.setattr(export_c, "compiler", lambda: ["false"])
     with pytest.raises(ConfigError, match="does not compile"):
