@@ -77,7 +77,7 @@ def test_counts_are_those_of_spikingjelly_and_neurobench(stack: str, tmp_path: P
     assert counts.accumulates * n == pytest.approx(found["accumulates"], rel=1e-12)
 
 
-@pytest.mark.parametrize("stack", ["lif-folded", "popsan"])
+@pytest.mark.parametrize("stack", ["lif-folded", pytest.param("popsan", marks=pytest.mark.slow)])
 def test_sparsity_is_neurobenchs_of_the_same_network_in_snntorch(
     stack: str, tmp_path: Path
 ) -> None:

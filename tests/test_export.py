@@ -331,11 +331,22 @@ def test_other_simulators_spike_as_the_policy_does(
     """SpikingJelly, snnTorch, and Norse where its neuron is the same: a leak that divides the
     input too."""
     manager = agent(tmp_path / "agent", **STACKS[stack])
-    export.export(manager, "nir", tmp_path / "out", episodes=0)
+    result = export.export(manager, "nir", tmp_path / "out", episodes=0)
     seen = observations_of(manager)[:-4]  # ones that are cut everywhere are compared as actions
     for simulator in ("spikingjelly", "snntorch", *["norse"] * (stack == "lif-decayed")):
         check_spikes(manager, tmp_path / "out", seen, simulator)
     near(export.load("nir", tmp_path / "out"), manager, 1e-5)
+    if manager.config.spiking.encoder == "current" and manager.config.normalize_observations:
+        check_stated_clip(manager, result, (tmp_path / "out" / "README.md").read_text())
+
+
+def check_stated_clip(manager: Manager, result: dict[str, Any], card: str) -> None:
+    """The clip in raw units: so many standard deviations about the mean."""
+    norm, clip = manager.algorithm.norm, manager.config.observation_clip
+    reach = clip * (norm.var + 1e-8).sqrt().numpy()
+    assert result["clip_low"] == pytest.approx(norm.mean.numpy() - reach, rel=1e-5)
+    assert result["clip_high"] == pytest.approx(norm.mean.numpy() + reach, rel=1e-5)
+    assert f"| 0 | {result['clip_low'][0]:.6g} | {result['clip_high'][0]:.6g} |" in card
 
 
 @pytest.mark.slow
@@ -353,17 +364,6 @@ def test_a_thousand_observations_of_walking_spike_alike(stack: str, tmp_path: Pa
     export.export(manager, "nir", tmp_path / "out", episodes=0)
     for simulator in ("spikingjelly", "snntorch", *["norse"] * (stack == "lif-decayed")):
         check_spikes(manager, tmp_path / "out", observations, simulator)
-
-
-def test_nir_states_its_clip_in_raw_units(tmp_path: Path) -> None:
-    manager = agent(tmp_path / "agent", **STACKS["lif"], observation_clip=2.0)
-    result = export.export(manager, "nir", tmp_path / "out", episodes=0)
-    norm = manager.algorithm.norm
-    std = (norm.var + 1e-8).sqrt().numpy()
-    assert result["clip_low"] == pytest.approx(norm.mean.numpy() - 2 * std, rel=1e-5)
-    assert result["clip_high"] == pytest.approx(norm.mean.numpy() + 2 * std, rel=1e-5)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| 0 | {result['clip_low'][0]:.6g} | {result['clip_high'][0]:.6g} |" in card
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_a_missing_package_and_a_failure_leave_nothing(
 @pytest.mark.parametrize(
     "words",
     [
-        ("--format", "nir"),
+        pytest.param(("--format", "nir"), marks=pytest.mark.slow),
         pytest.param(("--format", "onnx"), marks=pytest.mark.slow),
         pytest.param(("--format", "torch"), marks=pytest.mark.slow),
         ("--format", "c"),
