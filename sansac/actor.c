@@ -2,7 +2,10 @@
 
 #if INT8
 static int32_t sums[WIDEST];
+#endif
 
+#if !(ENCODED_SPIKES && MEMBRANE) /* else spikes enter every product */
+#if INT8
 /* out = bias + weight' x, x rounded to steps of `input_step`. Weights of an input of 0 are not read. */
 static void product(const struct layer *l, const float *x, float *out)
 {
@@ -29,6 +32,7 @@ static void product(const struct layer *l, const float *x, float *out)
         for (int j = 0; j < l->outputs; ++j) out[j] += value * row[j];
     }
 }
+#endif
 #endif
 
 #if STEPS

@@ -412,7 +412,11 @@ def export(
     if int8 and format != "c":
         raise ConfigError(f"--int8: only --format c holds int8 weights, not {format}")
     check_exportable(manager.algorithm, format)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write to {out.parent}: {error.strerror}") from None
     result: dict[str, Any] = {
         "format": format,
         "env": manager.config.env,
@@ -422,7 +426,6 @@ def export(
         "observation_size": manager.observation_size,
         "action_size": manager.action_size,
     }
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         on_step("writing")
         if format == "c":

@@ -46,6 +46,11 @@ STACKS: dict[str, dict[str, Any]] = {
         "spiking": {"encoder": "population-current", "decoder": "membrane", "time_steps": 3},
     },
     "membrane-max": {"san": True, "spiking": {"decoder": "membrane", "membrane": "max"}},
+    "spikes-alone": {
+        "san": True, "actor": {"hidden": [16]},
+        "spiking": {"encoder": "population", "decoder": "membrane", "membrane": "mean"},
+    },
+    "one-layer": {"san": True, "actor": {"hidden": [16]}},
     "cuba-raw": {"san": True, "spiking": {"neuron": "cuba"}, "normalize_observations": False},
 }  # fmt: skip
 SPIKING = [name for name, stack in STACKS.items() if stack.get("san")]
@@ -424,6 +429,8 @@ def test_a_directory_in_use_and_int8_elsewhere_are_refused(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="--int8: only --format c"):
         export.export(manager, "onnx", tmp_path / "new", int8=True)
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="cannot write"):
+        export.export(manager, "c", tmp_path / "agent" / "config.yaml" / "out")
     export.export(manager, "c", tmp_path / "out", episodes=0, overwrite=True)
     assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
 
