@@ -6,6 +6,7 @@ import argparse
 import io
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,9 @@ class Train:
       watch RUN       a run that is being trained, in the terminal or as a page (--serve)
       inspect RUN     what its neurons do over an episode: pictures and a page
       compare RUN...  groups of runs: statistics, figures, tables and a page
+      export RUN      the agent out of Python: NIR, ONNX, torch.export, C
+      energy RUN      operations and joules of an action, beside a dense actor's
+      latency RUN     milliseconds of an action: Python, ONNX, C
       sweep           many runs: actors x seeds x any option, side by side, resumable
       tune            search for better options; tune lr-range, tune optimizers: short tests
       sync RUN...     runs that are on disk, sent to wandb
@@ -169,6 +173,71 @@ class Compare:
     """Where everything goes; none: a new directory under runs/comparisons/."""
     overwrite: bool = False
     """Write into a directory that is not empty."""
+
+
+@dataclass
+class Export:
+    """Take a trained agent out of Python: its deterministic policy, raw observations to actions of
+    the environment's scale. What is written is played beside the policy."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    format: Literal["nir", "onnx", "torch", "c"]
+    """nir: a graph for spiking simulators and chips, beside it pre- and post-processing as ONNX;
+    onnx: one program for onnxruntime; torch: a torch.export program; c: one C99 file."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Where the files and their README.md go."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    int8: bool = False
+    """int8 weights in the C file, calibrated on the run's replay buffer, without it on episodes."""
+    episodes: int = 10
+    """Episodes that the exported policy and the policy play side by side; 0: none."""
+    overwrite: bool = False
+    """Write into a directory that is not empty."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+@dataclass
+class Energy:
+    """Count what an action of a trained agent costs over episodes, and put joules to it under named
+    models of hardware, beside the dense actor of the task. Nothing is measured: these are models.
+    A run keeps the result as energy.json, which compare reads."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    dense: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """A dense agent of the same task, whose ReLU zeros are counted over its own episodes; none: the
+    dense actor of the same hidden layers, all its products counted."""
+    episodes: int = 10
+    """Episodes that operations are counted over."""
+    seed: int = 0
+    """Seed that the episodes' seeds are derived from."""
+    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=MAC,AC[,BYTES]...")] = ()
+    """More models: pJ a multiply-accumulate and an accumulate, bytes a value (4)."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass
+class Latency:
+    """Time one action, batch 1, one thread: in this process, in onnxruntime, in compiled C; and
+    count the deadlines that control loops of 50, 100 and 500 Hz miss on this machine as it is now.
+    A run keeps the result as latency.json, which compare reads."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run directory or an agent directory."""
+    checkpoint: str = "last"
+    """best, last, previous, or a checkpoint file."""
+    actions: int = 10_000
+    """Actions timed of each."""
+    seconds: float = 2.0
+    """How long each control loop runs."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
 
 
 def _address(words: list[str]) -> str:
@@ -501,6 +570,85 @@ def compare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def export(arguments: Sequence[str]) -> int:
+    asked = parse(Export, "export", arguments)
+    check_run(asked.run)
+    if asked.episodes < 0:
+        raise ConfigError("--episodes must be at least 0")
+
+    from sansac import export, export_c
+    from sansac.manager import Manager
+    from sansac.progress import Activity
+
+    manager = Manager.load(asked.run, asked.checkpoint)
+    with Activity("exporting") as activity:
+        result = export.export(
+            manager, asked.format, asked.out, int8=asked.int8, episodes=asked.episodes,
+            overwrite=asked.overwrite, on_step=activity.tell,
+        )  # fmt: skip
+    if asked.json:
+        print(json.dumps(result))
+        return 0
+    if "flash_bytes" in result:
+        print("\n".join(export_c.told(result)))
+    if "largest_difference" in result:
+        print(export.told(result))
+    else:
+        print("not played beside the policy" + ("" if asked.episodes == 0 else ": no C compiler"))
+    print(asked.out)
+    return 0
+
+
+def energy(arguments: Sequence[str]) -> int:
+    asked = parse(Energy, "energy", arguments)
+    for run in (asked.run, asked.dense):
+        if run is not None:
+            check_run(run)
+    check_episodes(asked)
+
+    from sansac import energy
+    from sansac.manager import Manager
+    from sansac.progress import Activity
+
+    models = energy.MODELS | energy.parse_models(asked.model)
+    manager = Manager.load(asked.run, asked.checkpoint)
+    dense = Manager.load(asked.dense) if asked.dense else None
+    with Activity("counting") as activity:
+        result = energy.account(
+            manager, dense, episodes=asked.episodes, seed=asked.seed, models=models,
+            on_step=activity.tell,
+        )  # fmt: skip
+    energy.keep(result, asked.run, energy.FILE)
+    if asked.json:
+        print(json.dumps(result))
+    else:
+        show_tables(energy.tables(result))
+    return 0
+
+
+def latency(arguments: Sequence[str]) -> int:
+    asked = parse(Latency, "latency", arguments)
+    check_run(asked.run)
+    if asked.actions < 1 or not 0 < asked.seconds < math.inf:
+        raise ConfigError("--actions must be at least 1 and --seconds above 0")
+
+    from sansac import energy, latency
+    from sansac.manager import Manager
+    from sansac.progress import Activity
+
+    manager = Manager.load(asked.run, asked.checkpoint)
+    with Activity("timing") as activity:
+        result = latency.measure(
+            manager, actions=asked.actions, seconds=asked.seconds, on_step=activity.tell
+        )
+    energy.keep(result, asked.run, latency.FILE)
+    if asked.json:
+        print(json.dumps(result))
+    else:
+        show_tables(latency.tables(result))
+    return 0
+
+
 def sweep(arguments: Sequence[str]) -> int:
     base = defaults(look_ahead(arguments))
     with incomplete():  # an axis may put a contradiction right
@@ -652,6 +800,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "watch": watch,
     "inspect": inspect,
     "compare": compare,
+    "export": export,
+    "energy": energy,
+    "latency": latency,
     "sweep": sweep,
     "tune": tune,
     "sync": sync,
@@ -669,7 +820,7 @@ def check_run(path: Path) -> None:
         raise ConfigError(f"{path} is not a directory: give a run or an agent directory")
 
 
-def check_episodes(asked: Evaluate | Play) -> None:
+def check_episodes(asked: Evaluate | Play | Energy) -> None:
     if asked.episodes < 1 or asked.seed < 0:
         raise ConfigError("--episodes must be at least 1 and --seed at least 0")
 
@@ -698,14 +849,26 @@ def show(result: dict[str, Any], kind: str = "deterministic") -> None:
 def show_comparison(comparison: Comparison) -> None:
     """The tables of a comparison and what makes its runs unlike, on stdout."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    console, (head, *rows) = Console(), comparison.table
+    head, *rows = comparison.table
     tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
               for i in range(0, len(rows), GROUPS)]  # fmt: skip
     tables += [("", comparison.improvement_table), ("", comparison.cost_table)]
+    tables += [("", comparison.deployment_table)]
     tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
+    show_tables(tables)
+    for flag in comparison.flags:
+        Console().print(Text(f"note: {flag}"))
+
+
+def show_tables(tables: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> None:
+    """Titles and cells, a table's head first, on stdout; what has no cells is left out."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
     for title, cells in tables:
         if cells:
             table = Table(title=Text(title) if title else None)
@@ -714,8 +877,6 @@ def show_comparison(comparison: Comparison) -> None:
             for row in cells[1:]:
                 table.add_row(*map(Text, row))
             console.print(table)
-    for flag in comparison.flags:
-        console.print(Text(f"note: {flag}"))
 
 
 def transposed(rows: list[list[str]]) -> list[list[str]]:

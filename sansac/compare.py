@@ -32,6 +32,7 @@ from sansac.compare_plots import (
     draw_curves,
     draw_final,
     draw_improvement,
+    draw_pareto,
     draw_profile,
     profile_lines,
 )
@@ -105,6 +106,28 @@ class Run:
         """What the GPU drew during the run (J); NaN where it was not measured."""
         tag = "gpu/energy_joules"
         return next((row[tag] for row in reversed(self.rows) if tag in row), math.nan)
+
+    @cached_property
+    def account(self) -> dict[str, Any]:
+        """What the command `energy` left in the run; {} where it was not called."""
+        return read_json(self.path / "energy.json")
+
+    @cached_property
+    def latency(self) -> dict[str, Any]:
+        """What the command `latency` left in the run; {} where it was not called."""
+        return read_json(self.path / "latency.json")
+
+    @property
+    def other_deployment(self) -> bool:
+        """Whether they are of another policy than the final evaluation's."""
+        found = [result["step"] for result in (self.account, self.latency) if result]
+        return any(step != self.final.get("step") for step in found)
+
+    def joules(self, side: str = "agent", kind: str = "arithmetic") -> float:
+        """Modelled joules of an action under the first model; NaN where they are not known."""
+        for model in self.account.get("models", {}).values():
+            return model["joules"].get(side, {}).get(kind, math.nan)
+        return math.nan
 
     @cached_property
     def evaluations(self) -> dict[str, Array]:
@@ -187,6 +210,14 @@ def read_run(path: Path) -> Run:
     return Run(path, read_config(path), read_record(path), rows)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that a command left in a run; {} where there is none. Raises ConfigError."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): make it again") from None
+
+
 def group_runs(runs: Sequence[Run], by: str) -> list[Group]:
     """Groups of runs alike in `by`: `actor`, or a field, or several, separated by commas."""
     keys = [key.strip().replace("-", "_") for key in by.split(",")]
@@ -254,6 +285,8 @@ def find_flags(groups: Sequence[Group], by: str) -> list[str]:
             flags.append(f"{title}: {listed(kinds)}")
     if dirty := [run for run in runs if run.record.get("dirty")]:
         flags.append("code changed since its commit: " + names(dirty))
+    if other := [run for run in finished if run.other_deployment]:
+        flags.append("energy or latency of another checkpoint than the final one: " + names(other))
     return flags + settings_flags(groups, by)
 
 
@@ -333,6 +366,7 @@ def summary(group: Group, threshold: float | None) -> dict[str, Any]:
         "updates_per_second": np.mean([run.a_second("updates") for run in runs]),
         "gpu_energy_joules": np.mean([run.energy for run in runs]),
     }
+    row |= deployment(runs)
     rates = [run.final.get("firing_rate", []) for run in runs]
     if len({len(rate) for rate in rates}) == 1:
         row |= {f"firing_rate_{i}": rate for i, rate in enumerate(np.mean(rates, 0))}
@@ -341,6 +375,23 @@ def summary(group: Group, threshold: float | None) -> dict[str, Any]:
         row["steps_to_threshold"] = np.median(steps)
         row["reached"] = int(np.isfinite(steps).sum())
     return row
+
+
+def deployment(runs: Sequence[Run]) -> dict[str, float]:
+    """Modelled joules and seconds of an action by column, means over the runs in which `energy` and
+    `latency` left them."""
+    columns: dict[str, list[float]] = {}
+    for run in runs:
+        for name, model in run.account.get("models", {}).items():
+            for kind, joules in model["joules"]["agent"].items():
+                columns.setdefault(f"joules {name} {kind}", []).append(joules)
+        for engine, found in run.latency.get("engines", {}).items():
+            for percentile in ("p50", "p99"):
+                if percentile in found:
+                    columns.setdefault(f"seconds {engine} {percentile}", []).append(
+                        found[percentile]
+                    )
+    return {name: float(np.mean(values)) for name, values in columns.items()}
 
 
 def curve(group: Group, axis: str) -> Curve:
@@ -464,6 +515,16 @@ class Comparison:
         return [head, *(cost_cells(row, measured) for row in rows)] if rows else []
 
     @cached_property
+    def deployment_table(self) -> list[list[str]]:
+        """What an action costs, its head first; [] where `energy` and `latency` were not called."""
+        found = [{k: v for k, v in row.items() if k.startswith(DEPLOYED)} for row in self.summaries]
+        columns = list(dict.fromkeys(key for row in found for key in row))
+        head = ["an action", *(deployed_head(column) for column in columns)]
+        rows = [[row["group"], *(deployed_cell(column, row) for column in columns)]
+                for row in self.summaries if row["seeds"]]  # fmt: skip
+        return [list(cells) for cells in zip(head, *rows, strict=True)] if columns else []
+
+    @cached_property
     def improvement_table(self) -> list[list[str]]:
         rows = [
             [f"{i.better} over {i.than}", f"{i.probability:.2f}", span(*i.interval, digits=2)]
@@ -480,9 +541,11 @@ class Comparison:
                     lambda: draw_improvement(self.improvements)),
             Picture("profile", "Performance profile", PROFILE, lambda: draw_profile(self),
                     profile_lines(self)),
+            Picture("pareto", "Return against energy", PARETO, lambda: draw_pareto(self.groups)),
         ]  # fmt: skip
         scored = any(group.finished for group in self.groups)
-        has = {"curves": True, "final": scored, "profile": scored,
+        counted = any(run.account for group in self.groups for run in group.finished)
+        has = {"curves": True, "final": scored, "profile": scored, "pareto": counted,
                "improvement": bool(self.improvements)}  # fmt: skip
         return [picture for picture in pictures if has[picture.name]]
 
@@ -495,6 +558,13 @@ IMPROVEMENT = """How probable it is that a seed of the first group scores higher
 second, with its 95 % bootstrap interval. At 0.5 neither is better."""
 PROFILE = """Share of seeds whose final score lies above each return, with a 95 % bootstrap band. A
 curve that lies above another everywhere is the better group."""
+PARETO = """A dot is a run: the mean return of its final evaluation against the modelled energy of
+an action, arithmetic alone and with memory traffic, under the first model that the command `energy`
+used. A dense run is a ring where all its products are counted, a dot where the zeros of its ReLU
+are skipped. The line joins the runs that none beats in both."""
+DEPLOYMENT = """Means over the finished runs in which the commands `energy` and `latency` left their
+results. Energies are modelled, not measured, a dense agent's with the zeros of its ReLU skipped;
+times were measured on the machine of that command."""
 COVERAGE = """The interval is a percentile bootstrap of the interquartile mean (IQM) over seeds, of
 nominally 95 %. Its coverage is how often such an interval holds the true value when that many
 seeds' scores are normal (simulated): the fewer seeds, the more it promises too much. A seed's score
@@ -539,6 +609,24 @@ def cost_cells(row: dict[str, Any], measured: bool) -> list[str]:
     return [row["group"], *text]
 
 
+DEPLOYED = ("joules ", "seconds ")
+ENGINES = {"python": "Python", "onnx": "ONNX", "c": "C"}
+
+
+def deployed_head(column: str) -> str:
+    unit, name, which = column.split(" ")
+    if unit == "joules":
+        return f"nJ, {name}" + (", with memory" if which == "with_memory" else "")
+    return f"ms in {ENGINES[name]}, {which}"
+
+
+def deployed_cell(column: str, row: dict[str, Any]) -> str:
+    if column not in row:
+        return NONE
+    joules = column.startswith("joules")
+    return f"{row[column] * 1e9:,.1f}" if joules else f"{row[column] * 1e3:.3f}"
+
+
 def span(low: float, high: float, digits: int = 1) -> str:
     return f"{low:.{digits}f} to {high:.{digits}f}" if math.isfinite(low) else NONE
 
@@ -573,7 +661,7 @@ def compare(
 
 
 def write(comparison: Comparison, out: Path, on_step: Callable[[str], None]) -> None:
-    for name in ("curves", "final", "improvement", "profile"):
+    for name in ("curves", "final", "improvement", "profile", "pareto"):
         for kind in ("png", "svg"):
             (out / f"{name}.{kind}").unlink(missing_ok=True)
     images = []
@@ -626,6 +714,8 @@ def markdown(comparison: Comparison) -> str:
         parts.append(markdown_table(comparison.improvement_table))
     if comparison.cost_table:
         parts += [markdown_table(comparison.cost_table), plain(cost(comparison))]
+    if comparison.deployment_table:
+        parts += [markdown_table(comparison.deployment_table), plain(DEPLOYMENT)]
     if comparison.flags:
         notes = "\n".join(f"- {plain(flag)}" for flag in comparison.flags)
         parts.append(f"Notes:\n\n{notes}")
@@ -669,6 +759,9 @@ def report(comparison: Comparison, images: Sequence[tuple[Picture, dict[str, byt
     if comparison.cost_table:
         parts.append(table(comparison.cost_table, "sortable"))
         parts.append(f"<p>{escape(cost(comparison))}</p>")
+    if comparison.deployment_table:
+        parts.append(table(comparison.deployment_table))
+        parts.append(f"<p>{escape(DEPLOYMENT)}</p>")
     parts += [section(picture, themes) for picture, themes in images]
     parts.append(films(comparison.groups))
     parts.append("<h2>Configuration differences</h2>")

@@ -119,6 +119,49 @@ def draw_improvement(improvements: Sequence[Improvement]) -> Figure:
     return figure
 
 
+def draw_pareto(groups: Sequence[Group]) -> Figure:
+    """Score against modelled joules, arithmetic alone and with memory traffic."""
+    figure, look = new_figure(11, 4.2), looks(groups)
+    panels = figure.subplots(1, 2, sharey=True)
+    labels = {"arithmetic": "arithmetic", "with_memory": "with memory traffic"}
+    for axes, (kind, label) in zip(panels, labels.items(), strict=True):
+        points: list[tuple[float, float]] = []
+        for group in groups:
+            runs = [run for run in group.finished if run.account]
+            if not runs:
+                continue
+            color, _, marker = look[group.name]
+            scores = [run.score for run in runs]
+            found = [1e9 * run.joules("agent", kind) for run in runs]
+            points += zip(found, scores, strict=True)
+            axes.plot(
+                found, scores, marker, ms=7, color=color, mec=ink(), mew=0.4, label=group.name
+            )
+            dense = [run for run in runs if not run.config.san]
+            whole = [1e9 * run.joules("dense_all", kind) for run in dense]
+            axes.plot(whole, [run.score for run in dense], marker, ms=7, color=color, mfc="none")
+            points += zip(whole, [run.score for run in dense], strict=True)
+        axes.step(*front(points), where="post", color=ink(), lw=0.9, ls=":")
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"nJ an action, modelled, {label}")
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("mean return of the final evaluation")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(names)))
+    return figure
+
+
+def front(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Energies and scores of the points that no other beats in both, by energy."""
+    energies: list[float] = []
+    scores: list[float] = []
+    for energy, score in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not scores or score > scores[-1]:
+            energies.append(energy)
+            scores.append(score)
+    return energies, scores
+
+
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
     """The first row on top."""
     axes.set_yticks(range(len(names)), names)

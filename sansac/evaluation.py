@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -45,7 +46,7 @@ class Policy:
     def __call__(self, observation: np.ndarray) -> np.ndarray:
         array = self._checked(observation)
         if array.ndim == 1 and (fused := self._fused()):
-            return self.scale(np.tanh(fused(array)))
+            return self.scale(np.tanh(fused(array), dtype=np.float64))  # as exported C does
         return self.scale(self._run(array, self.algorithm.act))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def evaluate(
 
 
 def run_episode(
-    policy: Policy,
+    policy: Policy | Callable[[np.ndarray], np.ndarray],
     env: gym.Env,
     seed: int,
     stochastic: bool = False,
@@ -154,16 +155,20 @@ def run_episode(
 ) -> tuple[float, np.ndarray]:
     """One episode to its end: its undiscounted return and its observations [steps, obs].
 
-    `on_step` gets the observation that a step's action was for, and the return after it.
+    Actions are `policy(observation)`, or drawn from a Policy where `stochastic`. `on_step` gets the
+    observation that a step's action was for, and the return after it.
     """
-    generator = torch.Generator(policy.algorithm.device).manual_seed(seed)
+    act: Callable[[np.ndarray], np.ndarray] = policy
+    if stochastic:
+        assert isinstance(policy, Policy)
+        generator = torch.Generator(policy.algorithm.device).manual_seed(seed)
+        act = partial(policy.sample, generator=generator)
     observation, _ = env.reset(seed=seed)
     observations: list[np.ndarray] = []
     total = 0.0
     while not should_stop() and len(observations) < MAX_EPISODE_STEPS:
         observations.append(np.asarray(observation, np.float32))
-        action = policy.sample(observation, generator) if stochastic else policy(observation)
-        observation, reward, terminated, truncated, _ = env.step(action)
+        observation, reward, terminated, truncated, _ = env.step(act(observation))
         total += float(reward)
         if not (math.isfinite(total) and np.isfinite(observation).all()):
             raise NonFiniteError(

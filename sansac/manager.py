@@ -312,7 +312,7 @@ class Manager:
             raise ConfigError(f"episodes: expected 1 or more, found {episodes}")
         result = evaluate(
             self.policy,
-            self._factories[0],
+            self.evaluation_env,
             episodes=episodes,
             seed=seed,
             stochastic=stochastic,
@@ -368,6 +368,10 @@ class Manager:
             on_episode=on_episode,
             should_stop=window_closed,
         )
+
+    def evaluation_env(self) -> gym.Env:
+        """A new environment like those that the agent is evaluated in."""
+        return self._factories[0]()
 
     def rendering_env(self) -> gym.Env:
         """A new environment that renders frames; a user's own is as `make_env` returns it.

@@ -35,7 +35,7 @@ from sansac.compare import (
     read_runs,
     summary,
 )
-from sansac.compare_plots import curve_lines, draw_curves, looks
+from sansac.compare_plots import curve_lines, draw_curves, draw_pareto, front, looks
 from sansac.config import ConfigError, merge
 from sansac.logger import JsonLines
 from sansac.manager import Manager
@@ -502,6 +502,69 @@ def test_throughput_and_energy_are_told(make: Make, tmp_path: Path) -> None:
     ]
     assert "| dense | 8 | 4 | 4.5 kJ |" in (out / "table.md").read_text()
     assert "4.5 kJ" in Page(out / "report.html").text
+
+
+def deploy(run: Path, joules: float, *, whole: float | None = None, step: int = 160) -> None:
+    """What `energy` and `latency` leave in a run."""
+    sides = {"agent": joules} | ({} if whole is None else {"dense_all": whole})
+    spent = {side: {"arithmetic": j, "with_memory": 10 * j} for side, j in sides.items()}
+    account = {"step": step, "models": {"chip": {"joules": spent}}}
+    (run / "energy.json").write_text(json.dumps(account))
+    engines = {"c": {"p50": 1e4 * joules, "p99": 2e4 * joules}, "onnx": {"absent": "no onnx"}}
+    (run / "latency.json").write_text(json.dumps({"step": step, "engines": engines}))
+
+
+def test_return_against_energy_and_latency_are_told_where_runs_have_them(
+    make: Make, tmp_path: Path
+) -> None:
+    for seed in range(2):
+        deploy(make(f"d{seed}", seed=seed), 3e-7 + seed * 2e-7, whole=9e-7)
+        make(f"s{seed}", san=True, seed=seed)
+    deploy(tmp_path / "runs" / "s1", 1e-7)
+    out = tmp_path / "out"
+    comparison = compare([tmp_path / "runs"], out)
+    assert comparison.deployment_table == [
+        ["an action", "dense", "spiking"],
+        ["nJ, chip", "400.0", "100.0"],  # means over the runs that have it
+        ["nJ, chip, with memory", "4,000.0", "1,000.0"],
+        ["ms in C, p50", "4.000", "1.000"],
+        ["ms in C, p99", "8.000", "2.000"],
+    ]
+    assert "| nJ, chip | 400.0 | 100.0 |" in (out / "table.md").read_text()
+    report = Page(out / "report.html").text
+    assert "nJ, chip" in report and "Return against energy" in report
+    assert imread(out / "pareto.png")[..., :3].std() > 0.01
+    panel = draw_pareto(comparison.groups).axes[0]
+    drawn = {
+        (round(x, 6), round(y, 6))
+        for line in panel.lines[:-1]  # the last is the front
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)  # type: ignore[arg-type,call-overload]
+    }
+    assert drawn == {(300, 2), (500, 2), (900, 2), (100, 2)}
+
+
+def test_no_run_with_energy_makes_no_picture_of_it(six: Path) -> None:
+    comparison = Comparison(group_runs(read_runs([six]), "actor"), "actor", None, [])
+    assert comparison.deployment_table == []
+    assert "pareto" not in [picture.name for picture in comparison.pictures()]
+
+
+def test_energy_of_another_checkpoint_is_flagged_and_a_damaged_file_named(
+    make: Make, tmp_path: Path
+) -> None:
+    run = make("d")
+    deploy(run, 1e-7, step=160)
+    assert not any("another checkpoint" in flag for flag in flags(tmp_path / "runs"))
+    deploy(run, 1e-7, step=80)
+    assert any("another checkpoint" in flag for flag in flags(tmp_path / "runs"))
+    (run / "energy.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"energy\.json is damaged"):
+        flags(tmp_path / "runs")
+
+
+def test_the_front_is_what_no_other_point_beats_in_both() -> None:
+    points = [(3.0, 5.0), (1.0, 2.0), (2.0, 1.0), (4.0, 5.0), (5.0, 9.0), (1.0, 1.0)]
+    assert front(points) == ([1.0, 3.0, 5.0], [2.0, 5.0, 9.0])
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -42,7 +42,7 @@ STACKS = ("popsan", "mdc_san", "ilc_san", "care_bn", "plain_lif")
 
 
 def is_task(path: Path) -> bool:
-    return path.stem not in STACKS and not path.stem.startswith("tune_")
+    return path.stem not in STACKS and not path.stem.startswith(("tune_", "sparse_"))
 
 
 # -- drawing any valid configuration ---------------------------------------------------------------

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, tiny
+from conftest import ROOT, Call, tiny
 
+import runner
 from sansac import config, spiking
 from sansac.config import Actor, ConfigError, Spiking, load_yaml, resolve
 from sansac.manager import Manager
@@ -39,6 +41,60 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
         assert (path.parent / name).exists(), name
     for name in re.findall(r"configs/[\w]+\.yaml", text):
         assert (ROOT / name).exists(), name
+
+
+# ---- the walk through deployment -----------------------------------------------------------------
+
+DEPLOY = (ROOT / "docs" / "deploy.md").read_text()
+
+
+def test_every_option_of_deployment_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("export", "energy", "latency"):
+        with pytest.raises(SystemExit):
+            runner.main([command, "--help"])
+        options = set(re.findall(r"--[a-z]\w+", capsys.readouterr().out))
+        own = options - {"--help", "--seed", "--actions", "--seconds", "--no"}
+        assert {option for option in own if option not in DEPLOY} == set(), command
+
+
+@pytest.mark.parametrize("name", ["sparse_20", "sparse_10", "sparse_05", "sparse_02"])
+def test_a_preset_of_the_sparsity_dial_says_what_its_name_does(name: str) -> None:
+    chosen = resolve(load_yaml(ROOT / "configs" / f"{name}.yaml"))
+    assert chosen.san and chosen.spiking.firing_penalty > 0
+    assert chosen.spiking.target_rate == int(name[-2:]) / 100
+    assert f"configs/{name}.yaml" in DEPLOY
+
+
+@pytest.mark.slow
+def test_the_walk_through_deployment_can_be_walked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """Every command and every code of docs/deploy.md up to the sweep, in its order."""
+    runs = {}
+    for name, san in (("DENSE", False), ("RUN", True)):
+        walker = {"env": "BipedalWalker-v3", "env_kwargs": {}, "final_episodes": 1}
+        manager = Manager(tiny(tmp_path / name, san=san, eval_every=0, **walker))
+        manager.train()
+        runs[name] = str(manager.directory)
+    monkeypatch.chdir(tmp_path)
+    walked = DEPLOY.partition("## The sparsity dial")[0]
+    kinds = []
+    for kind, block in re.findall(r"```(\w*)\n(.*?)```", walked, re.S):
+        if kind == "python":
+            exec(compile(block, "docs/deploy.md", "exec"), {})
+        elif re.match("python runner.py|cc ", block):
+            for line in block.splitlines():
+                words = [runs.get(word, word) for word in line.split()]
+                if words[0] == "cc":
+                    subprocess.run(words, check=True)
+                    continue
+                quick = {"export": ["--episodes", "1"], "energy": ["--episodes", "1"],
+                         "latency": ["--actions", "20", "--seconds", "0.1"]}  # fmt: skip
+                code, _, stderr = call(*words[2:], *quick.get(words[2], []))
+                assert code == 0, (line, stderr)
+                kinds.append(words[2])
+    assert kinds == ["export"] * 5 + ["energy", "latency", "compare"]
+    assert (tmp_path / "comparison" / "pareto.png").exists()
 
 
 # ---- add your own neuron -------------------------------------------------------------------------
