@@ -83,7 +83,10 @@ def test_the_example_is_a_neuron_of_30_lines(example: str) -> None:
 
 def test_the_example_trains_and_loads(example: str, tmp_path: Path) -> None:
     """With everything that stays the package's: thresholds, schedules, normalisation, resumes."""
-    parts = {"neuron": "dynamic", "learn_threshold": True, "surrogate_start": 2.0, "time_steps": 3}
+    parts = {
+        "neuron": "dynamic", "learn_threshold": True, "surrogate_width": "linear:2:1",
+        "time_steps": 3,
+    }  # fmt: skip
     manager = Manager(tiny(tmp_path, san=True, spiking=parts, actor={"batch_norm": True}))
     assert manager.train()["firing_rate"]
     assert manager.backend == "spikingjelly"

@@ -68,7 +68,7 @@ def terminate_at(manager: Manager, step: int, method: str = "learn") -> None:
 
 STACKS: dict[str, dict[str, Any]] = {
     "pendulum-dense": {
-        "learning": {"n_step": 3, "anneal": 0.5},
+        "learning": {"n_step": 3, "rate_factor": "linear:1:0.1:0.5..1"},
         "actor": {"batch_norm": True, "average": 0.1},
     },
     "pendulum-spiking": {
@@ -89,8 +89,7 @@ STACKS: dict[str, dict[str, Any]] = {
         "spiking": {
             "encoder": "poisson", "decoder": "population", "neuron": "plif", "time_steps": 3,
             "learn_threshold": True, "output_connections": True, "charge_noise": 0.1,
-            "transmission_noise": 0.1, "firing_penalty": 1.0, "surrogate_start": 3.0,
-            "surrogate_schedule": 1.0,
+            "transmission_noise": 0.1, "firing_penalty": 1.0, "surrogate_width": "linear:3:1",
         },
     },
     "pendulum-by-return": {
@@ -98,7 +97,7 @@ STACKS: dict[str, dict[str, Any]] = {
         "learning": {"update_to_data": 0.1},
         "spiking": {
             "encoder": "population-current", "decoder": "membrane", "neuron": "alif",
-            "surrogate_start": 3.0, "surrogate_returns": [-600.0, 0.0],
+            "surrogate_width": "return:3:1:-600..0",
         },
     },
     "walker-dense": {
@@ -111,7 +110,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "walker-spiking": {
         **WALKER,
         "san": True,
-        "learning": {"n_step": 3, "anneal": 0.4},
+        "learning": {"n_step": 3, "rate_factor": "linear:1:0.1:0.6..1"},
         "actor": {"batch_norm": True, "average": 0.2},
         "critic": {"quantiles": 5, "drop": 2},
     },
@@ -482,7 +481,7 @@ def test_every_finished_episode_is_logged(num_envs: int, tmp_path: Path) -> None
 
 def test_the_learning_rate_anneals_over_its_share(tmp_path: Path) -> None:
     rate = 3e-4
-    run = trained(tiny(tmp_path, learning={"anneal": 0.5})).directory
+    run = trained(tiny(tmp_path, learning={"rate_factor": "linear:1:0.1:0.5..1"})).directory
     for step, value in series(run, "sac/learning_rate"):
         left = 1 - step / 160
         factor = 1.0 if left >= 0.5 else 0.1 + 0.9 * left / 0.5
@@ -492,7 +491,7 @@ def test_the_learning_rate_anneals_over_its_share(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_surrogate_width_of_its_step(tmp_path: Path) -> None:
     """The first update after a resume uses it, and so does every one of an unbroken run."""
-    spiking = {"surrogate_start": 3.0, "surrogate_schedule": 1.0, "surrogate_width": 1.0}
+    spiking = {"surrogate_width": "linear:3:1"}
     manager = Manager(tiny(tmp_path, san=True, spiking=spiking))
     terminate_at(manager, 100)
     manager.train()
