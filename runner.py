@@ -350,7 +350,7 @@ def train(arguments: Sequence[str]) -> int:
         base = read_config(early.resume).dump()
         if early.config or early.env or early.algorithm:
             raise ConfigError(
-                "--resume takes the run's own configuration: no --config, --env or --algorithm"
+                "--resume takes the run's own configuration: no --config, no --env, no --algorithm"
             )
     else:
         base = defaults(early)

@@ -59,6 +59,7 @@ class OffPolicy:
         self.target_critic = self.critic
         if self.slow_critic and self.critic.has_target:
             self.target_critic = self.slow_copy(self.critic)
+            self.target_critic.stream = self.noise  # one stream for both, not a copy of it
         if self.policy_actor is not self.actor:
             follows = averaged(self.policy_actor), averaged(self.actor), config.actor.average
             self.copies.append(follows)

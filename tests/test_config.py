@@ -44,7 +44,8 @@ STACKS = ("popsan", "mdc_san", "ilc_san", "care_bn", "plain_lif")
 
 
 def is_task(path: Path) -> bool:
-    return path.stem not in STACKS and not path.stem.startswith("tune_")
+    algorithms = {name.replace("-", "_") for name in module.ALGORITHM_NAMES}
+    return path.stem not in {*STACKS, *algorithms} and not path.stem.startswith("tune_")
 
 
 # -- drawing any valid configuration ---------------------------------------------------------------

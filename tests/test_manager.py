@@ -20,6 +20,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sansac.callbacks import StopAtReturn
 from sansac.checkpoint import CheckpointError, locked, read_config, read_record
 from sansac.config import Config, ConfigError
 from sansac.environments import NonFiniteError
@@ -435,10 +436,11 @@ def test_the_arithmetic_of_the_ratio(ratio: Any, num_envs: int, starts: int, rou
     manager.step = manager.updates = 0
     manager.learn_seconds = 0.0
     manager.best_return = None
+    manager.update_to_data, manager.controllers, manager.metrics = float(ratio), {}, {}
 
     class Nothing:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *arguments: None
+        def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
+            return lambda *arguments: {}
 
     manager.algorithm = manager.replay = manager.progress = Nothing()  # type: ignore[assignment]
     for _ in range(rounds):
@@ -682,7 +684,8 @@ def test_training_stops_at_a_return(tmp_path: Path) -> None:
 
 def test_the_threshold_is_the_environments_own(tmp_path: Path) -> None:
     manager = Manager(tiny(env="BipedalWalker-v3", env_kwargs={}, stop_at_return="threshold"))
-    assert manager.stop_at == 300
+    (stopping,) = manager.callbacks
+    assert isinstance(stopping, StopAtReturn) and stopping.threshold == 300
     with pytest.raises(ConfigError, match="stop_at_return: 'Pendulum-v1' names no threshold"):
         Manager(tiny(stop_at_return="threshold"))
     with pytest.raises(ConfigError, match="give a number"):
@@ -880,8 +883,8 @@ def test_an_evaluation_lists_what_it_did(tmp_path: Path) -> None:
     seen: list[float] = []
     result = manager.evaluate(episodes=3, seed=2, on_episode=seen.append)
     assert list(result) == [
-        "env", "actor", "checkpoint", "step", "episodes", "seed", "returns", "return_mean",
-        "return_std", "return_iqm", "return_min", "return_max", "length_mean", "firing_rate",
+        "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "returns",
+        "return_mean", "return_std", "return_iqm", "return_min", "return_max", "length_mean", "firing_rate",
     ]  # fmt: skip
     assert result["returns"] == seen and result["actor"] == "spiking"
     assert result["checkpoint"] is None and result["length_mean"] == 40
