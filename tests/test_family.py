@@ -189,9 +189,8 @@ def test_a_deterministic_policy_has_no_log_std_to_learn() -> None:
 @pytest.mark.parametrize("san", [False, True], ids=["dense", "spiking"])
 def test_the_proxy_comes_near_the_actor_and_stands_in_for_it(san: bool) -> None:
     """A dense network whose fit improves, that no slow average moves, and that targets use."""
-    agent = make("td3", san, td3={"target_actor": "proxy", "smoothing": 0.0, "proxy_learning_rate": 1e-2}, actor=RATE | {
-        "learning_rate": 1e-6
-    })  # fmt: skip
+    proxy = {"target_actor": "proxy", "smoothing": 0.0, "proxy_learning_rate": 1e-2}
+    agent = make("td3", san, td3=proxy, actor={"learning_rate": 1e-6})
     assert type(agent.target_actor).__name__ == "DenseActor"
     assert len(agent.copies) == 1
     with torch.no_grad():
