@@ -143,6 +143,11 @@ class Manager:
         self.config = config
         sizes = self.observation_size, self.action_size
         self.algorithm: OffPolicy = make_algorithm(config, *sizes, device)
+        if config.keeps_likelihood() and not isinstance(self.algorithm, SAC):
+            raise ConfigError(
+                f"replay.ratio, replay.retention ess and adaptive.moves need a policy with a "
+                f"likelihood, which {config.algorithm!r} has not"
+            )
         self.controllers = controllers(config)
         self.policy = Policy(self.algorithm, self.scale)
 

@@ -152,7 +152,7 @@ def test_a_loaded_buffer_gives_what_the_saved_one_would() -> None:
 
 
 class Reach(gym.Env):
-    """A point in a square goes to a goal in 20 steps; -1 a step until it is there."""
+    """A point in a square goes to a small goal in 40 steps; -1 a step until it is there."""
 
     action_space = Box(-1, 1, (2,), np.float32)
     observation_space = Dict(
@@ -171,13 +171,13 @@ class Reach(gym.Env):
         return self._observe(), {}
 
     def step(self, action: np.ndarray) -> Any:
-        self.place = np.clip(self.place + 0.2 * action, -1, 1).astype(np.float32)
+        self.place = np.clip(self.place + 0.1 * action, -1, 1).astype(np.float32)
         self.k += 1
         paid = float(self.compute_reward(self.place, self.goal, {}))
-        return self._observe(), paid, False, self.k >= 20, {}
+        return self._observe(), paid, False, self.k >= 40, {}
 
     def compute_reward(self, achieved: np.ndarray, desired: np.ndarray, info: Any) -> Any:
-        return -(np.linalg.norm(achieved - desired, axis=-1) > 0.15).astype(np.float32)
+        return -(np.linalg.norm(achieved - desired, axis=-1) > 0.05).astype(np.float32)
 
     def _observe(self) -> dict[str, np.ndarray]:
         return {
@@ -235,11 +235,11 @@ def test_hindsight_reaches_goals_that_plain_replay_does_not(algorithm: str, tmp_
     returns = {}
     for hindsight in ("future", "none"):
         manager = reaching(
-            tmp_path / hindsight, hindsight, total_steps=6000, algorithm=algorithm,
+            tmp_path / hindsight, hindsight, total_steps=5000, algorithm=algorithm,
             learning=learning, actor={"hidden": [64, 64], "learning_rate": 1e-3},
             critic={"hidden": [64, 64], "learning_rate": 1e-3},
             exploration={"noise": 0.2}, sac={"learning_rate": 1e-3},
         )  # fmt: skip
         returns[hindsight] = manager.train()["return_mean"]
-    assert returns["future"] > -9
-    assert returns["future"] > returns["none"] + 2
+    assert returns["future"] > -25
+    assert returns["future"] > returns["none"] + 8
