@@ -87,8 +87,8 @@ class HindsightReplay(ReplayBuffer):
         batch = super()._gather(index)
         rows = index.cpu().numpy()
         chosen = self._random(len(rows)) >= self.original
-        source = torch.from_numpy(self._source(rows) % self.length).to(self.device)
-        goal = self.rows["next_observation"][source][:, self.goals.achieved].float()
+        source = torch.from_numpy(self._source(rows) % self.length)
+        goal = self._rows_at("next_observation", source)[:, self.goals.achieved].float()
         relabelled = torch.from_numpy(chosen).to(self.device)[:, None]
         for observation in (batch.observation, batch.next_observation):
             desired = observation[:, self.goals.desired]

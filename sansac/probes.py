@@ -98,6 +98,7 @@ def bench(config: Config, out: Path, warm_up: int | None, updates: int) -> Itera
         raise ConfigError(f"--warm-up ({steps}) is below learning.learning_starts ({starts})")
     manager = Manager(config)
     out.mkdir(parents=True, exist_ok=True)
+    manager.run_dir = out
     title = f"{config.env} {config.actor_name}"
     with (
         Logger(config, out, device=manager.device) as manager.logger,

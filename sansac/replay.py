@@ -160,7 +160,7 @@ class ReplayBuffer:
         where = torch.arange(self.position, self.position + count) % self.length
         for key, values in columns.items():
             rows = self.rows[key]
-            rows[where] = torch.as_tensor(values, dtype=rows.dtype).to(self.device)
+            rows[where] = torch.as_tensor(values, dtype=rows.dtype).to(rows.device)
         self.position = (self.position + count) % self.length
         self.size = min(self.size + count, self.length)
         return where
@@ -186,15 +186,19 @@ class ReplayBuffer:
         return (self.position - 1 - drawn) % self.length if newest else drawn
 
     def _gather(self, index: Tensor) -> Batch:
-        columns = {key: self.rows[key].index_select(0, index) for key in COLUMNS}
+        columns = {key: self._rows_at(key, index) for key in COLUMNS}
         for key in ("observation", "next_observation"):
             columns[key] = columns[key].float()
         return Batch(**columns, weight=torch.ones(len(index), device=self.device))
 
+    def _rows_at(self, key: str, index: Tensor) -> Tensor:
+        rows = self.rows[key]  # those in files are in the CPU's memory
+        return rows.index_select(0, index.to(rows.device)).to(self.device)
+
     @property
     def drawn_log_prob(self) -> Tensor:
         """log mu(a|s) of the last sample, [B]."""
-        return self.rows["log_prob"][self.drawn]
+        return self._rows_at("log_prob", self.drawn)
 
     def state_dict(self) -> dict[str, Any]:
         """Filled rows, open windows, counters and the sampler's stream: tensors and numbers. Rows
