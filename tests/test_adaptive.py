@@ -63,6 +63,7 @@ def controlled(tmp_path: Path, target: float, **changes: Any) -> list[dict[str, 
     return [row for row in rows if "adaptive/effective_sample_size" in row]
 
 
+@pytest.mark.slow
 def test_updates_become_fewer_where_the_data_are_left_behind(tmp_path: Path) -> None:
     """At a target above what there is, and more at one below it; updates follow."""
     moves = {"moves": "update_to_data", "low": 0.1, "high": 3.0}
@@ -197,10 +198,9 @@ def test_a_run_whose_files_are_gone_says_so_and_refills(
     assert "has no buffer: refilling to 140" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_rows_on_disk_leave_a_run_as_it_is_in_memory(n_step: int, tmp_path: Path) -> None:
+def test_rows_on_disk_leave_a_run_as_it_is_in_memory(tmp_path: Path) -> None:
     """As long as nothing is overwritten, to the bit."""
-    changes: dict[str, Any] = {"learning": {"n_step": n_step}}
+    changes: dict[str, Any] = {"learning": {"n_step": 3}}
     runs = []
     for storage in ("memory", "disk"):
         config = tiny(tmp_path / storage, replay={"storage": storage}, **changes)

@@ -566,7 +566,17 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "san", "parts"), RESUMED, ids=[f"{n}-{s}" for n, s, _ in RESUMED])
+QUICK = ("crossq", "redq", "sac")
+
+
+@pytest.mark.parametrize(
+    ("name", "san", "parts"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}",
+                     marks=() if case[0] in QUICK or "td3" in case[2] else pytest.mark.slow)
+        for case in RESUMED
+    ],
+)  # fmt: skip
 def test_a_split_run_equals_an_unbroken_one(
     name: str, san: bool, parts: dict[str, Any], tmp_path: Path
 ) -> None:
