@@ -195,7 +195,7 @@ def test_goals_are_found_in_the_flat_observation() -> None:
     observation = env.step(np.zeros(2, np.float32))[0]
     assert observation[goals.achieved] == pytest.approx([0.25, 0.5])
     assert observation[goals.desired] == pytest.approx(inner.goal)
-    paid = goals.reward(np.array([[0.0, 0.0], [0.5, 0.5]]), np.array([[0.1, 0.0], [0.0, 0.0]]), {})
+    paid = goals.reward(np.array([[0.0, 0.0], [0.5, 0.5]]), np.array([[0.02, 0.0], [0.0, 0.0]]), {})
     assert paid.tolist() == [0, -1]
 
 
