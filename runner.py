@@ -26,7 +26,7 @@ from sansac.config import (
     load_yaml,
     merge,
     partial,
-    preset_for,
+    presets_for,
     slug,
 )
 
@@ -55,7 +55,8 @@ class Train:
       tune            search for better options; tune lr-range, tune optimizers: short tests
       sync RUN...     runs that are on disk, sent to wandb
 
-    Precedence: defaults < preset of the environment in configs/ < --config FILE < options.
+    Precedence: defaults < preset of the environment in configs/ < that of the algorithm < --config
+    FILE < options.
     """
 
     config: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
@@ -391,6 +392,7 @@ def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
     """The options that decide on the defaults of all others."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     scan.add_argument("--env")
+    scan.add_argument("--algorithm")
     scan.add_argument("--config", nargs="+", action="extend", type=Path, default=[])
     scan.add_argument("--resume", type=Path)
     words = [word for word in arguments if word not in ("-h", "--help")]
@@ -404,8 +406,9 @@ def look_ahead(arguments: Sequence[str]) -> argparse.Namespace:
 def defaults(early: argparse.Namespace) -> dict[str, Any]:
     """What options are laid over: the environment's preset and the files of --config."""
     files = merge(*(load_yaml(path) for path in early.config))
-    env = early.env or files.get("env") or Config().env
-    return merge(preset_for(str(env)), files, {"env": env})
+    named = {"env": early.env, "algorithm": early.algorithm}
+    layer = merge(files, {key: name for key, name in named.items() if name})
+    return merge(presets_for(layer), layer)
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -414,8 +417,10 @@ def train(arguments: Sequence[str]) -> int:
         from sansac.checkpoint import read_config
 
         base = read_config(early.resume).dump()
-        if early.config or early.env:
-            raise ConfigError("--resume takes the run's own configuration: no --config, no --env")
+        if early.config or early.env or early.algorithm:
+            raise ConfigError(
+                "--resume takes the run's own configuration: no --config, no --env, no --algorithm"
+            )
     else:
         base = defaults(early)
     asked = parse(Train, "train", arguments, default=Train(options=partial(base)))

@@ -9,6 +9,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ class CheckpointError(RuntimeError):
 def make_run_dir(config: Config) -> Path:
     """Make `<runs_dir>/<env>/<name>` exclusively; a taken automatic name gets a number."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    name = slug(config.name or f"{config.actor_name}-s{config.seed}-{stamp}")
+    name = slug(config.name or f"{config.agent_name}-s{config.seed}-{stamp}")
     parent = config.runs_dir / slug(config.env)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +98,24 @@ def save(path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
     path.parent.mkdir(exist_ok=True)
     content = {"format_version": FORMAT_VERSION, **state}
     write_atomically(path, lambda file: torch.save(content, file), keep)
+
+
+class Saver:
+    """Writes checkpoints on a thread, one after another; an error is raised by the next call."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def save(self, path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
+        """As `save`, of a state that nothing changes any more."""
+        self.wait()
+        self._pending = self._thread.submit(save, path, state, keep)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
 
 def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Every knob of sansac: typed, bounded, documented.
 
-Precedence: defaults < preset of the environment < `--config FILE` < flags.
+Precedence: defaults < preset of the environment < preset of the algorithm < `--config FILE` <
+flags.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pydantic import (
     model_validator,
 )
 
+from sansac.schedules import Schedule, Scheduled, bounded, initial
+
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SPACE = "tune"  # the section of a preset that is a search space and no part of a configuration
 QUIET = {"video": False, "wandb": "disabled"}  # what trials of a search are, unless told otherwise
@@ -35,6 +38,9 @@ _incomplete = ContextVar("incomplete", default=False)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Above0 = Annotated[Scheduled, bounded(above=0)]  # a number above 0, or a schedule of such
+AtLeast0 = Annotated[Scheduled, bounded(least=0)]
 
 
 def _strict_int(value: Any) -> Any:
@@ -95,28 +101,66 @@ class Learning(Section):
     """Transitions in a minibatch."""
     learning_starts: Annotated[Int, Field(ge=0)] = 5_000
     """Environment steps of uniformly random actions before the first update."""
-    update_to_data: Positive = 1.0
+    update_to_data: Above0 = 1.0
     """Updates an environment step; holds for any number of environments, fractions included."""
+    policy_delay: Annotated[Int, Field(ge=1)] = 1
+    """Updates of the critics for one of everything that follows them: actor and temperature (TD3
+    its targets too)."""
     n_step: Annotated[Int, Field(ge=1, le=100)] = 1
     """Rewards summed before the target bootstraps."""
-    anneal: Fraction = 0.0
-    """Share of training, at its end, over which all learning rates fall linearly to a tenth."""
+    rate_factor: Above0 = 1.0
+    """Factor on all learning rates: linear:1:0.1:0.6..1 lets them fall to a tenth over the last
+    0.4 of training."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Adam's decays of the gradient and of its square."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of matrix products in updates. bfloat16: their factors are rounded to it and summed in
     float32, where the processor can (AMX, AVX-512 BF16; TF32 on a GPU); acting stays float32."""
 
 
 class Sac(Section):
-    """What SAC alone has (Haarnoja et al. 2018, arXiv:1812.05905)."""
+    """What SAC and its kin alone have (Haarnoja et al. 2018, arXiv:1812.05905)."""
 
-    temperature: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
-    """Entropy temperature alpha: learned ("auto") or fixed at a number."""
+    temperature: Literal["auto"] | AtLeast0 = "auto"
+    """Entropy temperature alpha: learned ("auto"), fixed at a number, or on a schedule."""
     initial_temperature: Positive = 1.0
     """Where a learned temperature starts."""
     target_entropy: Literal["auto"] | Number = "auto"
     """Entropy (nats) that a learned temperature aims at; "auto" is -|A|."""
     learning_rate: Positive = 3e-4
     """Adam's step for the temperature."""
+
+
+class Td3(Section):
+    """What TD3 and DDPG alone have (Fujimoto et al. 2018, arXiv:1802.09477)."""
+
+    smoothing: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.2
+    """Standard deviation of the noise on the target's action; 0: none."""
+    smoothing_clip: Positive = 0.5
+    """Where that noise is clipped."""
+    target_actor: Literal["copy", "proxy"] = "copy"
+    """copy: a slow copy of the actor; proxy: a dense network fitted to the actor, whose output
+    moves smoothly where that of a slow copy of a spiking one jumps (Xu et al. 2025)."""
+    proxy_updates: Annotated[Int, Field(ge=1)] = 3
+    """Steps that fit the proxy at each update of the actor."""
+    proxy_learning_rate: Positive = 1e-3
+    """Adam's step for the proxy."""
+
+
+class Exploration(Section):
+    """Noise on actions while training. SAC and its kin draw from their policy."""
+
+    noise: AtLeast0 = 0.1
+    """Standard deviation on actions in -1..1 (TD3, DDPG)."""
+    kind: Literal["gaussian", "ou"] = "gaussian"
+    """gaussian: drawn anew every step; ou: an Ornstein-Uhlenbeck process over an episode."""
+    reversion: Annotated[float, Field(gt=0, le=1)] = 0.15
+    """Share of its distance from 0 that the process `ou` goes back a step."""
+    gsde: bool = False
+    """Generalised state-dependent exploration (Raffin et al. 2022, arXiv:2005.05719): noise is
+    linear in the actor's features, with one matrix held for several steps (SAC and its kin)."""
+    gsde_steps: Annotated[Int, Field(ge=1)] = 8
+    """Steps for which that matrix is held."""
 
 
 Widths = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(min_length=1)]
@@ -146,18 +190,44 @@ class Actor(Section):
 
 
 class Critic(Section):
-    """The twin action-value networks, always dense."""
+    """The action-value networks, always dense."""
 
     hidden: Widths = (256, 256)
     """Units of each hidden layer."""
     learning_rate: Positive = 3e-4
     """Adam's step for the critics."""
+    copies: Annotated[Int, Field(ge=1, le=64)] = 2
+    """Networks, of which the target takes the minimum (DDPG has 1, REDQ 10)."""
+    subset: Annotated[Int, Field(ge=0)] = 0
+    """Networks drawn anew for every target, which takes their minimum, while the actor follows the
+    mean of all (REDQ, Chen et al. 2021); 0: all, and the actor follows the minimum."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of units dropped after each product; the actor follows the mean (DroQ, Hiraoka et al.
+    2022)."""
+    batch_norm: bool = False
+    """Batch renormalisation over current and next pairs together, without a target network
+    (CrossQ, Bhatt et al. 2024)."""
+    batch_norm_warmup: Annotated[Int, Field(ge=0)] = 100_000
+    """Updates that normalise by the batch alone, before running statistics take part."""
     layer_norm: bool = False
     """LayerNorm before each activation."""
     quantiles: Annotated[Int, Field(ge=1, le=200)] = 1
     """Quantiles a critic predicts (TQC, Kuznetsov et al. 2020); 1 is plain SAC: the mean."""
     drop: Annotated[Int, Field(ge=0)] = 4
-    """Largest of the pooled quantiles of both critics left out of the target (quantiles > 1)."""
+    """Largest of the pooled quantiles of all critics left out of the target (quantiles > 1)."""
+
+
+ALGORITHM_NAMES = ["sac", "sac-v", "td3", "ddpg", "tqc", "crossq", "droq", "redq"]
+DETERMINISTIC = ("td3", "ddpg")  # no policy that has a likelihood
+
+
+def _known_algorithm(name: str) -> str:
+    if name not in ALGORITHM_NAMES:
+        raise ValueError(
+            f"expected one of {', '.join(ALGORITHM_NAMES)}, or one of your own after "
+            f"sansac.family.register_algorithm, found {name!r}"
+        )
+    return name
 
 
 NEURON_NAMES = ["lif", "plif", "cuba", "clif", "alif"]  # `spiking.register_neuron` adds to them
@@ -195,17 +265,10 @@ class Spiking(Section):
     """Adam's step for a `linear` or `mlp` head; none: the actor's."""
     surrogate: Literal["rectangle", "triangle", "atan", "sigmoid", "fast_sigmoid"] = "rectangle"
     """Shape of the surrogate gradient of the spike."""
-    surrogate_start: Positive | None = None
-    """Width at the start of training, narrowing (or widening) to `surrogate_width`; none: no
-    schedule."""
-    surrogate_schedule: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of training, from its start, over which the width moves."""
-    surrogate_returns: tuple[Number, Number] | None = None
-    """Evaluation returns, low and high, between which the width moves instead, following the best
-    return so far; none: it follows training."""
-    surrogate_width: Positive = 1.0
-    """Width of the surrogate in volts; its area stays 1 (`fast_sigmoid`, SpikingJelly's SuperSpike,
-    has a width of its own: here this divides its height)."""
+    surrogate_width: Above0 = 1.0
+    """Width of the surrogate in volts, or its schedule (linear:3:1:0..0.5); its area stays 1
+    (`fast_sigmoid`, SpikingJelly's SuperSpike, has a width of its own: here this divides its
+    height)."""
     v_threshold: Positive = 0.5
     """Voltage (V) at which a neuron fires."""
     learn_threshold: bool = False
@@ -255,10 +318,57 @@ class Replay(Section):
 
     capacity: Annotated[Int, Field(ge=1)] = 300_000
     """Transitions kept; the oldest are overwritten."""
+    sampler: Literal["uniform", "proportional", "rank"] = "uniform"
+    """uniform, or prioritised by the TD error (Schaul et al. 2016): proportional to it, or to one
+    over its rank."""
+    exponent: Fraction = 0.6
+    """How far priorities matter: 0 is uniform, 1 in full."""
+    correction: Annotated[Scheduled, bounded(least=0, most=1)] = Schedule("linear", 0.4, 1.0)
+    """Exponent beta of the importance weights that undo the bias of priorities; 1 undoes all."""
+    ratio: Fraction = 0.0
+    """Share of the likelihood ratio in a priority |TD error|^(1 - ratio) min(1, pi / mu)^ratio,
+    where mu is the policy that acted (SAC and its kin)."""
+    hindsight: Literal["none", "future", "final", "episode"] = "none"
+    """Goals put in hindsight (HER, Andrychowicz et al. 2017), on goal-conditioned environments: one
+    reached later in the episode, at its end, or anywhere in it."""
+    original: Fraction = 0.2
+    """Share of transitions that keep the goal they were collected with."""
+    retention: Literal["fifo", "window", "ess"] = "fifo"
+    """What is drawn from: all that is kept; the newest `window`; or as many of the newest as keep
+    the effective sample size, under the likelihood ratio pi / mu, at `least_ess` (SAC and its
+    kin)."""
+    window: Annotated[Int, Field(ge=1)] = 100_000
+    """Newest transitions drawn from (retention window)."""
+    least_ess: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Effective sample size, as a share of the transitions, that retention `ess` keeps to."""
+    storage: Literal["memory", "disk"] = "memory"
+    """Where transitions lie: in memory, or in files of the run directory mapped into it, for
+    buffers that do not fit."""
+
+
+class Adaptive(Section):
+    """A controller that holds the effective sample size of minibatches, under the likelihood ratio
+    pi / mu of the policy now and the one that acted, at a target (SAC and its kin)."""
+
+    moves: Literal["nothing", "batch_size", "update_to_data"] = "nothing"
+    """What it moves: where the policy has left the data behind, batches grow or updates become
+    fewer."""
+    target: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Effective sample size, as a share of the batch, that it holds."""
+    low: Positive = 0.25
+    """Least that it moves to."""
+    high: Positive = 4.0
+    """Most that it moves to."""
+    every: Annotated[Int, Field(ge=1)] = 100
+    """Updates between its moves, by a factor of at most 1.25."""
 
 
 class Config(Section):
-    """Train a soft actor-critic agent whose actor is dense or spiking."""
+    """Train an off-policy actor-critic agent whose actor is dense or spiking."""
+
+    algorithm: Annotated[str, AfterValidator(_known_algorithm)] = "sac"
+    """sac, sac-v (with a value network), td3, ddpg, tqc, crossq, droq or redq, each with its preset
+    in configs/; or one of your own (docs/architecture.md)."""
 
     env: Annotated[str, Field(min_length=1)] = "BipedalWalker-v3"
     """Gymnasium environment id."""
@@ -285,10 +395,13 @@ class Config(Section):
 
     learning: Learning = Field(default_factory=Learning)
     sac: Sac = Field(default_factory=Sac)
+    td3: Td3 = Field(default_factory=Td3)
+    exploration: Exploration = Field(default_factory=Exploration)
     actor: Actor = Field(default_factory=Actor)
     critic: Critic = Field(default_factory=Critic)
     spiking: Spiking = Field(default_factory=Spiking)
     replay: Replay = Field(default_factory=Replay)
+    adaptive: Adaptive = Field(default_factory=Adaptive)
 
     log_every: Annotated[Int, Field(ge=1)] = 500
     """Environment steps between rows of training metrics."""
@@ -302,6 +415,14 @@ class Config(Section):
     """Environment steps between checkpoints."""
     stop_at_return: Literal["threshold"] | Number | None = None
     """Stop once an evaluation's mean return reaches this; "threshold" is the environment's own."""
+    patience: Annotated[Int, Field(ge=1)] | None = None
+    """Stop after this many evaluations without a new best mean return; none: never."""
+    keep_best: Annotated[Int, Field(ge=1)] = 1
+    """Best policies kept in checkpoints/: best.pt, and best-<step>.pt where more than one."""
+    keep_every: Annotated[Int, Field(ge=0)] = 0
+    """Environment steps between policies kept as checkpoints/step-<step>.pt; 0: none."""
+    save_in_background: bool = False
+    """Write checkpoints on a thread while training goes on (holds one copy more in memory)."""
     video: bool = True
     """Record an episode at the end of training."""
     runs_dir: Path = Path("runs")
@@ -318,6 +439,11 @@ class Config(Section):
     @property
     def actor_name(self) -> str:
         return "spiking" if self.san else "dense"
+
+    @property
+    def agent_name(self) -> str:
+        """The actor, and the algorithm where it is not SAC."""
+        return self.actor_name if self.algorithm == "sac" else f"{self.algorithm}-{self.actor_name}"
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Config:
@@ -352,31 +478,124 @@ class Config(Section):
                 "spiking.output_connections needs the output population of "
                 f"spiking.decoder 'population', found {spiking.decoder!r}"
             )
-        returns = spiking.surrogate_returns
-        if returns is not None and returns[0] >= returns[1]:
-            raise ValueError(f"spiking.surrogate_returns: {returns[0]} is not below {returns[1]}")
         if spiking.neuron not in ("lif", "plif", "cuba") and spiking.backend in ("cupy", "native"):
             raise ValueError(
                 f"spiking.backend {spiking.backend!r} has no kernel of spiking.neuron "
                 f"{spiking.neuron!r}; use auto"
             )
-        if self.critic.quantiles > 1 and self.critic.drop >= 2 * self.critic.quantiles:
-            raise ValueError(
-                f"critic.drop ({self.critic.drop}) would leave none of the 2 x "
-                f"{self.critic.quantiles} quantiles: it must be below {2 * self.critic.quantiles}"
-            )
+        self._check_critic()
+        self._check_replay()
         if self.name is not None and not slug(self.name):
             raise ValueError(f"name ({self.name!r}) has no letter or digit to name a directory by")
         return self
 
+    def _check_critic(self) -> None:
+        critic, name = self.critic, self.algorithm
+        if critic.quantiles > 1 and critic.drop >= critic.copies * critic.quantiles:
+            raise ValueError(
+                f"critic.drop ({critic.drop}) would leave none of the {critic.copies} x "
+                f"{critic.quantiles} quantiles: it must be below "
+                f"{critic.copies * critic.quantiles}"
+            )
+        if critic.subset > critic.copies:
+            raise ValueError(f"critic.subset ({critic.subset}) is above critic.copies "
+                             f"({critic.copies})")  # fmt: skip
+        kinds = {
+            "critic.quantiles": critic.quantiles > 1, "critic.subset": critic.subset > 0,
+            "critic.dropout": critic.dropout > 0, "critic.batch_norm": critic.batch_norm,
+        }  # fmt: skip
+        chosen = [option for option, on in kinds.items() if on]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} exclude each other: choose one critic")
+        if critic.batch_norm and critic.layer_norm:
+            raise ValueError("critic.layer_norm and critic.batch_norm exclude each other")
+        papers = {"tqc": "critic.quantiles", "redq": "critic.subset", "droq": "critic.dropout",
+                  "crossq": "critic.batch_norm"}  # fmt: skip
+        if (needed := papers.get(name)) and not kinds[needed]:
+            raise ValueError(
+                f"algorithm {name!r} is SAC with another {needed}, found none: use its preset "
+                f"(Config.for_env, or --algorithm {name})"
+            )
+        if name == "ddpg" and critic.copies != 1:
+            raise ValueError(f"algorithm 'ddpg' has one critic, found critic.copies "
+                             f"{critic.copies}: use its preset, or td3")  # fmt: skip
+        if critic.batch_norm and name in (*DETERMINISTIC, "sac-v"):
+            raise ValueError(f"critic.batch_norm does without the target network that {name!r} has")
+
+    def _check_replay(self) -> None:
+        replay, adaptive = self.replay, self.adaptive
+        needs = {
+            "replay.ratio": replay.ratio > 0, "replay.retention ess": replay.retention == "ess",
+            "adaptive.moves": adaptive.moves != "nothing",
+            "exploration.gsde": self.exploration.gsde,
+        }  # fmt: skip
+        stochastic = [option for option, on in needs.items() if on]
+        if stochastic and self.algorithm in DETERMINISTIC:
+            raise ValueError(f"{stochastic[0]} needs a policy with a likelihood, which "
+                             f"{self.algorithm!r} has not")  # fmt: skip
+        if self.exploration.gsde and self.san and self.spiking.log_std != "shared":
+            raise ValueError(
+                "exploration.gsde has a log-std head of its own on the features: set "
+                f"spiking.log_std to shared, found {self.spiking.log_std!r}"
+            )
+        if replay.ratio > 0 and replay.sampler == "uniform":
+            raise ValueError("replay.ratio is part of a priority: choose replay.sampler "
+                             "proportional or rank")  # fmt: skip
+        if replay.sampler != "uniform":
+            for option, on in (("retention", replay.retention != "fifo"),
+                               ("hindsight", replay.hindsight != "none"),
+                               ("storage disk", replay.storage == "disk")):  # fmt: skip
+                if on:
+                    raise ValueError(f"replay.{option} draws uniformly: set replay.sampler uniform")
+        if replay.hindsight != "none" and self.learning.n_step > 1:
+            raise ValueError(
+                f"replay.hindsight relabels single rewards: set learning.n_step to 1, found "
+                f"{self.learning.n_step}"
+            )
+        if replay.hindsight != "none" and self.keeps_likelihood():
+            raise ValueError("replay.hindsight changes what was acted on: it excludes "
+                             "retention ess and adaptive.moves")  # fmt: skip
+        if replay.retention == "window" and replay.window < self.learning.batch_size:
+            raise ValueError(f"replay.window ({replay.window}) is below learning.batch_size "
+                             f"({self.learning.batch_size})")  # fmt: skip
+        if adaptive.moves != "nothing" and adaptive.low >= adaptive.high:
+            raise ValueError(f"adaptive.low ({adaptive.low}) must be below adaptive.high "
+                             f"({adaptive.high})")  # fmt: skip
+        if adaptive.moves == "batch_size" and not (
+            1 <= adaptive.low <= self.learning.batch_size <= adaptive.high
+        ):
+            raise ValueError(
+                f"adaptive.low..high ({adaptive.low:g}..{adaptive.high:g}) are bounds of "
+                f"learning.batch_size ({self.learning.batch_size}): it must lie between them"
+            )
+        if adaptive.moves == "update_to_data" and not (
+            adaptive.low <= initial(self.learning.update_to_data) <= adaptive.high
+        ):
+            raise ValueError(
+                f"adaptive.low..high ({adaptive.low:g}..{adaptive.high:g}) are bounds of "
+                f"learning.update_to_data ({self.learning.update_to_data}): it must lie between "
+                "them"
+            )
+        if adaptive.moves == "update_to_data" and isinstance(
+            self.learning.update_to_data, Schedule
+        ):
+            raise ValueError("learning.update_to_data has a schedule and adaptive.moves would move "
+                             "it: choose one")  # fmt: skip
+
+    def keeps_likelihood(self) -> bool:
+        """Whether the buffer stores how likely the acting policy found its action."""
+        ratio, ess = self.replay.ratio > 0, self.replay.retention == "ess"
+        return ratio or ess or self.adaptive.moves != "nothing"
+
     @classmethod
     def for_env(cls, env: str, **overrides: Any) -> Config:
-        """The defaults, the task's preset `configs/<task>.yaml` over them, `overrides` over both.
+        """The defaults, and over them the presets of the task and of the algorithm, `overrides`.
 
         Overrides are fields (`seed=1`) and, for sections, mappings or section objects, of which
         the fields that were set count (`learning={"gamma": 0.98}`).
         """
-        return resolve(preset_for(env), {"env": env}, overrides)
+        layer = merge({"env": env}, overrides)
+        return resolve(presets_for(layer), layer)
 
     def dump(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and mappings: what `config.yaml` holds."""
@@ -398,6 +617,15 @@ def preset_for(env: str) -> dict[str, Any]:
     task = re.sub(r"-v\d+$", "", env.rsplit("/", 1)[-1]).lower()
     path = CONFIGS / f"{slug(task)}.yaml"
     return load_yaml(path) if path.is_file() else {}
+
+
+def presets_for(layer: dict[str, Any]) -> dict[str, Any]:
+    """What a layer is laid over: the preset of its environment and, over that, of its algorithm,
+    `configs/<algorithm>.yaml`."""
+    preset = preset_for(str(layer.get("env", Config.model_fields["env"].default)))
+    algorithm = str(layer.get("algorithm", preset.get("algorithm", "sac"))).replace("-", "_")
+    path = CONFIGS / f"{slug(algorithm)}.yaml"
+    return merge(preset, load_yaml(path)) if path.is_file() else preset
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from gymnasium.spaces import Box
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from sansac.config import Config, ConfigError
+from sansac.hindsight import Goals
 
 MakeEnv = Callable[[], gym.Env]
 
@@ -43,7 +44,7 @@ def env_factory(config: Config, render_mode: str | None = None) -> MakeEnv:
             f"env: {config.env!r} would import the module before the colon; import it in your own "
             "script and pass `Manager(config, make_env=...)` instead"
         )
-    return partial(_make, config.env, config.env_kwargs, render_mode)
+    return partial(flat_goals, partial(_make, config.env, config.env_kwargs, render_mode))
 
 
 def _make(env: str, kwargs: dict[str, Any], render_mode: str | None) -> gym.Env:
@@ -57,6 +58,41 @@ def _make(env: str, kwargs: dict[str, Any], render_mode: str | None) -> gym.Env:
     except (gym.error.Error, TypeError, ValueError) as error:
         given = f" with env_kwargs {kwargs}" if kwargs else ""
         raise ConfigError(f"env: cannot make {env!r}{given}: {error}") from None
+
+
+GOAL_KEYS = {"observation", "achieved_goal", "desired_goal"}
+
+
+def flat_goals(make_env: MakeEnv) -> gym.Env:
+    """A new environment, a goal-conditioned one with its dict of observations as one vector."""
+    env = make_env()
+    space = env.observation_space
+    if isinstance(space, gym.spaces.Dict) and set(space.spaces) == GOAL_KEYS:
+        return gym.wrappers.FlattenObservation(env)
+    return env
+
+
+def goals_of(env: gym.Env) -> Goals | None:
+    """Where goals lie in the observations of a `flat_goals` environment, and what they pay; None
+    where it is not goal-conditioned."""
+    inner: Any = env.unwrapped
+    space = inner.observation_space
+    if not (isinstance(space, gym.spaces.Dict) and set(space.spaces) == GOAL_KEYS):
+        return None
+    if not hasattr(inner, "compute_reward"):
+        return None
+    ends = np.cumsum([gym.spaces.flatdim(part) for part in space.spaces.values()])
+    starts = [0, *ends[:-1]]
+    where = {
+        key: slice(int(start), int(end))
+        for key, start, end in zip(space.spaces, starts, ends, strict=True)
+    }
+    return Goals(
+        where["achieved_goal"],
+        where["desired_goal"],
+        inner.compute_reward,
+        getattr(inner, "compute_terminated", None),
+    )
 
 
 def check_spaces(env: gym.Env, name: str) -> None:
@@ -159,9 +195,9 @@ def unvectorized(make_env: MakeEnv) -> list[MakeEnv]:
     env: Any = make_env()
     try:
         if not isinstance(env, VectorEnv):
-            return [make_env]
+            return [partial(flat_goals, make_env)]
         if isinstance(env, (SyncVectorEnv, AsyncVectorEnv)):
-            return list(env.env_fns)
+            return [partial(flat_goals, make) for make in env.env_fns]
         raise ConfigError(
             f"make_env returned the vector environment {type(env).__name__}: return one "
             "gymnasium.Env; sansac steps several side by side itself (num_envs)"

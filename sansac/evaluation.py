@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from sansac import kernels
-from sansac.algorithm import SAC, averaged
 from sansac.environments import (
     EVALUATION,
     ActionScale,
@@ -22,6 +21,7 @@ from sansac.environments import (
     episode_seed,
 )
 from sansac.inference import action_mean
+from sansac.off_policy import OffPolicy, averaged
 from sansac.spiking import SpikingActor
 from sansac.statistics import iqm
 
@@ -35,7 +35,7 @@ class Policy:
     gives [B, act]. Raises ValueError for a wrong shape or a value that is not finite.
     """
 
-    def __init__(self, algorithm: SAC, scale: ActionScale) -> None:
+    def __init__(self, algorithm: OffPolicy, scale: ActionScale) -> None:
         self.algorithm, self.scale = algorithm, scale
         self.observation_size = algorithm.norm.mean.numel()
         norm = algorithm.norm

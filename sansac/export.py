@@ -26,13 +26,13 @@ from spikingjelly.logger import logger as spikingjelly
 from torch import Tensor, nn
 
 from sansac import checkpoint, export_c
-from sansac.algorithm import SAC
 from sansac.config import ConfigError
 from sansac.environments import EVALUATION, ActionScale, Episodic, episode_seed
 from sansac.evaluation import run_episode
 from sansac.inference import neuron
 from sansac.manager import Manager
 from sansac.networks import fold_batch_norm
+from sansac.off_policy import OffPolicy
 from sansac.page import check_directory
 from sansac.spiking import FUSED, GroupedLinear, MembraneReadout, SpikingActor
 
@@ -60,7 +60,7 @@ class Check(NamedTuple):
 # -- what can be exported ----------------------------------------------------------------------
 
 
-def check_exportable(algorithm: SAC, format: Format) -> None:
+def check_exportable(algorithm: OffPolicy, format: Format) -> None:
     """Raises ConfigError with the reason and the nearest setting that can be exported."""
     actor, config = algorithm.policy_actor, algorithm.config
     if not isinstance(actor, SpikingActor):
@@ -101,7 +101,7 @@ def needed(name: str) -> ModuleType:
 class Deployed(nn.Module):
     """Raw observations [B, obs] -> actions of the environment's scale [B, act]."""
 
-    def __init__(self, algorithm: SAC, scale: ActionScale) -> None:
+    def __init__(self, algorithm: OffPolicy, scale: ActionScale) -> None:
         super().__init__()
         self.normalize = normalizer(algorithm)
         self.actor = plain_actor(algorithm)
@@ -142,14 +142,14 @@ class Normalize(nn.Module):
         return ((observation - self.centre) * self.scale).clamp(-self.clip, self.clip)
 
 
-def normalizer(algorithm: SAC) -> nn.Module:
+def normalizer(algorithm: OffPolicy) -> nn.Module:
     norm = algorithm.norm
     if not algorithm.config.normalize_observations:
         return nn.Identity()
     return Normalize(norm.centre, norm.scale, norm.clip)
 
 
-def plain_actor(algorithm: SAC) -> Any:
+def plain_actor(algorithm: OffPolicy) -> Any:
     """A folded copy of the policy's actor on the CPU: neurons in plain torch, no log-std head."""
     actor: Any = fold_batch_norm(algorithm.policy_actor) if folds(algorithm) else copy.deepcopy(
         algorithm.policy_actor
@@ -162,7 +162,7 @@ def plain_actor(algorithm: SAC) -> Any:
     return actor
 
 
-def folds(algorithm: SAC) -> bool:
+def folds(algorithm: OffPolicy) -> bool:
     return not algorithm.config.actor.layer_norm
 
 
@@ -311,7 +311,7 @@ def export_nir(manager: Manager, out: Path) -> None:
     write_onnx(after, currents, out / "postprocessing.onnx", "output", "action", axis=1)
 
 
-def fold_norm(algorithm: SAC, linear: nn.Linear, time_steps: int) -> tuple[Clip, nn.Linear]:
+def fold_norm(algorithm: OffPolicy, linear: nn.Linear, time_steps: int) -> tuple[Clip, nn.Linear]:
     """Normalisation folded into a product, its clip left as bounds of raw observations."""
     low, high = clip_bounds(algorithm)
     folded = copy.deepcopy(linear)
@@ -324,7 +324,7 @@ def fold_norm(algorithm: SAC, linear: nn.Linear, time_steps: int) -> tuple[Clip,
     return Clip(low, high, time_steps), folded
 
 
-def clip_bounds(algorithm: SAC) -> tuple[Tensor, Tensor]:
+def clip_bounds(algorithm: OffPolicy) -> tuple[Tensor, Tensor]:
     """Lowest and highest raw observation that the policy tells from its neighbours, [obs]."""
     norm = algorithm.norm
     if not algorithm.config.normalize_observations:

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sansac.algorithm import SAC
 from sansac.config import ConfigError
 from sansac.environments import ActionScale
 from sansac.inference import neuron
 from sansac.networks import DenseActor, fold_batch_norm
+from sansac.off_policy import OffPolicy
 from sansac.spiking import GroupedLinear, MembraneReadout, SpikingActor
 
 SOURCE = Path(__file__).with_name("actor.c")
@@ -46,7 +46,7 @@ class Layer(NamedTuple):
 
 
 def source(
-    algorithm: SAC, scale: ActionScale, calibration: np.ndarray | None
+    algorithm: OffPolicy, scale: ActionScale, calibration: np.ndarray | None
 ) -> tuple[str, dict[str, Any]]:
     """The file, with int8 weights where there are observations to calibrate on, [N, obs]; and what
     it takes: flash and RAM in bytes, operations an action."""
@@ -123,7 +123,7 @@ def read_layers(actor: Any) -> list[Layer]:
 
 
 @torch.no_grad()
-def input_steps(algorithm: SAC, actor: Any, observations: np.ndarray) -> list[float]:
+def input_steps(algorithm: OffPolicy, actor: Any, observations: np.ndarray) -> list[float]:
     """The 8-bit step of each product's input over raw observations [N, obs]; 1 for spikes."""
     x = algorithm.normalize(torch.from_numpy(observations).to(algorithm.device)).cpu()
     if isinstance(actor, SpikingActor):
@@ -150,7 +150,7 @@ def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def definitions(
-    algorithm: SAC, actor: Any, layers: list[Layer], neurons: int, widest: int, int8: bool
+    algorithm: OffPolicy, actor: Any, layers: list[Layer], neurons: int, widest: int, int8: bool
 ) -> dict[str, Any]:
     """What actor.c is compiled with."""
     defined: dict[str, Any] = {

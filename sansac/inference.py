@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from sansac import kernels
-from sansac.algorithm import SAC
 from sansac.networks import DenseActor, fold_batch_norm
+from sansac.off_policy import OffPolicy
 from sansac.spiking import FUSED, SpikingActor, SpikingLayer
 
 
-def action_mean(algorithm: SAC) -> kernels.ActionMean | None:
+def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
     """The policy as it is now; None where C does not compute it.
 
     It does on a CPU with a compiler, without LayerNorm, for a dense actor, and for a spiking one of

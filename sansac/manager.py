@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import platform
@@ -9,7 +10,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sansac import callbacks as calling
 from sansac import checkpoint, kernels, signals
+from sansac.adaptive import Controller, effective_sample_size
 from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
@@ -32,23 +35,29 @@ from sansac.environments import (
     Rollout,
     check_spaces,
     env_factory,
+    goals_of,
     unvectorized,
     window_closed,
     window_unseen,
 )
 from sansac.evaluation import Policy, evaluate
+from sansac.family import make_algorithm
+from sansac.hindsight import HindsightReplay
 from sansac.logger import Logger
+from sansac.off_policy import OffPolicy
 from sansac.plots import plot_learning_curve
+from sansac.prioritized import PrioritizedReplay
 from sansac.progress import Progress
 from sansac.replay import Batch, ReplayBuffer
+from sansac.schedules import at, initial
 from sansac.spiking import SpikingActor, backend_for
 from sansac.video import record_video
 
 # What a resumed run may change: how long, how often, where; never what is learned.
 CHANGEABLE = (
     "total_steps", "log_every", "eval_every", "eval_episodes", "final_episodes",
-    "checkpoint_every", "stop_at_return", "device", "video", "wandb", "wandb_project",
-    "tensorboard", "runs_dir",
+    "checkpoint_every", "stop_at_return", "patience", "keep_best", "keep_every",
+    "save_in_background", "device", "video", "wandb", "wandb_project", "tensorboard", "runs_dir",
 )  # fmt: skip
 
 REESTIMATION_BATCHES = 20  # minibatches that BatchNorm's statistics are re-estimated from
@@ -77,6 +86,7 @@ WARNINGS = {
 COUNTERS = (
     "step", "updates", "episodes", "collect_seconds", "learn_seconds", "logged_step",
     "evaluated_step", "saved_step", "final_step", "best_return", "last_return", "learning_from",
+    "update_to_data",
 )  # fmt: skip
 
 
@@ -85,10 +95,16 @@ class Manager:
     cache of compiled neurons of a spiking actor.
 
     `make_env` returns a new `gymnasium.Env`; without it the environment is made from
-    `config.env`. Raises ConfigError for what cannot be trained.
+    `config.env`. `callbacks` are called on the way, after those that the configuration asks for.
+    Raises ConfigError for what cannot be trained.
     """
 
-    def __init__(self, config: Config, make_env: MakeEnv | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        make_env: MakeEnv | None = None,
+        callbacks: Sequence[calling.Callback] = (),
+    ) -> None:
         self._custom_env = make_env
         self._factories = unvectorized(make_env or env_factory(config))
         probe = self._factories[0]()
@@ -97,7 +113,15 @@ class Manager:
         self.observation_dtype = np.dtype(probe.observation_space.dtype)
         (self.observation_size,) = probe.observation_space.shape or ()
         (self.action_size,) = probe.action_space.shape or ()
-        self.stop_at = stopping_return(config, probe)
+        self.goals = goals_of(probe)
+        if config.replay.hindsight != "none" and self.goals is None:
+            raise ConfigError(
+                f"replay.hindsight: {config.env!r} is not goal-conditioned: its observations must "
+                "be a Dict of observation, achieved_goal and desired_goal, and it needs "
+                "compute_reward"
+            )
+        stop_at = stopping_return(config, probe)
+        self.callbacks = [*calling.configured(config, stop_at), *callbacks]
         probe.close()
         check_memory(config, self.observation_size, self.action_size, self.observation_dtype)
 
@@ -117,7 +141,14 @@ class Manager:
             except ValueError as error:
                 raise ConfigError(f"spiking.backend: {error}") from None
         self.config = config
-        self.algorithm = SAC(config, self.observation_size, self.action_size, device)
+        sizes = self.observation_size, self.action_size
+        self.algorithm: OffPolicy = make_algorithm(config, *sizes, device)
+        if config.keeps_likelihood() and not isinstance(self.algorithm, SAC):
+            raise ConfigError(
+                f"replay.ratio, replay.retention ess and adaptive.moves need a policy with a "
+                f"likelihood, which {config.algorithm!r} has not"
+            )
+        self.controllers = controllers(config)
         self.policy = Policy(self.algorithm, self.scale)
 
         self.run_dir: Path | None = None
@@ -132,6 +163,7 @@ class Manager:
         self.loaded_from: str | None = None
         self._resumed: dict[str, Any] = {}
         self._source: tuple[Path | None, int] = (None, 0)  # the checkpoint resumed, when written
+        self._saver = checkpoint.Saver() if config.save_in_background else None
         self._ended = False  # train() is over, or the agent was loaded without its training state
 
         self.step = self.updates = self.episodes = 0
@@ -140,7 +172,8 @@ class Manager:
         self.best_return: float | None = None
         self.last_return = -math.inf
         # Updates are counted from here, so that refilling a lost buffer causes no burst of them.
-        self.learning_from = (config.learning.learning_starts, 0)
+        self.learning_from: tuple[int, float] = (config.learning.learning_starts, 0)
+        self.update_to_data = initial(config.learning.update_to_data)
         self.checkpoint_seconds = 0.0  # of one that no row has told of yet
         self.measured = (0, 0, 0.0, 0.0)  # steps, updates, seconds at the last training row
 
@@ -182,7 +215,7 @@ class Manager:
 
     def _train(self) -> dict[str, Any]:
         config, run_dir = self.config, self.directory
-        description = f"{config.env} {config.actor_name}"
+        description = f"{config.env} {config.agent_name}"
         with (
             Logger(config, run_dir, device=self.device, resume_step=self.step or None) as logger,
             Progress(config.total_steps, self.step, description) as progress,
@@ -198,6 +231,8 @@ class Manager:
                 # Metrics are cut to it, so it is what a next resume needs; what it replaces may be
                 # damaged and does not become previous.pt.
                 self.save_checkpoint(keep=False)
+            for callback in self.callbacks:
+                callback.start(self)
             while not self._done():
                 # First, so that an evaluation which a signal cut short is made up for on resume.
                 due = crossed(self.step, self.saved_step, config.checkpoint_every)
@@ -209,6 +244,8 @@ class Manager:
                     break
                 self.collect()
                 self.learn()
+                for callback in self.callbacks:
+                    callback.step(self)
                 if crossed(self.step, self.logged_step, config.log_every):
                     self._log_training()
             result: dict[str, Any] = {}
@@ -216,6 +253,10 @@ class Manager:
                 progress.note(f"final evaluation over {config.final_episodes} episodes")
                 result = self._evaluate_and_keep_best(config.final_episodes)
             self.save_checkpoint()
+            if self._saver:
+                self._saver.wait()
+            for callback in self.callbacks:
+                callback.stop(self, result)
             if result:
                 self._record("finished", final=result)
                 self._illustrate()
@@ -232,8 +273,12 @@ class Manager:
         observation = torch.from_numpy(self.rollout.observation).float().to(self.device)
         warming_up = self.step < self.config.learning.learning_starts
         explore = self.algorithm.explore_uniformly if warming_up else self.algorithm.explore
-        action = explore(observation).cpu().numpy()
+        chosen = explore(observation)
+        action = chosen.cpu().numpy()
         step = self.rollout.step(self.scale(action))
+        likelihood = {}
+        if self.config.keeps_likelihood():
+            likelihood["log_prob"] = self._log_prob(observation, chosen, warming_up)
         self.replay.add(
             step.observation,
             action,
@@ -241,7 +286,11 @@ class Manager:
             step.next_observation,
             step.terminated,
             step.truncated,
+            **likelihood,
         )
+        if step.episodes:
+            ended = torch.from_numpy(step.terminated | step.truncated)
+            self.algorithm.episodes_ended(ended.to(self.device))
         self.algorithm.norm.update(observation)
         self.step += self.config.num_envs
         self.collect_seconds += time.perf_counter() - started
@@ -250,29 +299,90 @@ class Manager:
             episode = {"episode_return": episode_return, "episode_length": length}
             self._log({f"train/{k}": v for k, v in (episode | {"episodes": self.episodes}).items()})
             self.progress.update(self.step, self.updates, episode_return=episode_return)
+            for callback in self.callbacks:
+                callback.episode(self, episode_return, length)
 
     def learn(self) -> None:
         """Update until `update_to_data` updates were made for each step since learning began."""
         started = time.perf_counter()
+        learning, every = self.config.learning, self.config.actor.reestimate_every
+        progress = self.step / self.config.total_steps, self.best_return
+        self.algorithm.set_progress(*progress)
+        if isinstance(self.replay, PrioritizedReplay):
+            self.replay.correction = at(self.config.replay.correction, *progress)
+        if "update_to_data" not in self.controllers:
+            self._set_update_to_data(at(learning.update_to_data, *progress))
         from_step, from_updates = self.learning_from
-        steps = self.step - from_step
-        due = from_updates + math.floor(steps * self.config.learning.update_to_data + 1e-9)
-        self.algorithm.set_progress(self.step / self.config.total_steps, self.best_return)
-        batch_size, every = self.config.learning.batch_size, self.config.actor.reestimate_every
-        with kernels.products(self.config.learning.precision):
+        due = math.floor(from_updates + (self.step - from_step) * self.update_to_data + 1e-9)
+        with kernels.products(learning.precision):
             while self.updates < due:
-                self.batch = self.replay.sample(batch_size)
-                self.metrics = self.algorithm.update(self.batch)
+                self.batch = self.replay.sample(self.batch_size)
+                # A delayed policy gives no numbers at most updates: its last ones stay.
+                self.metrics = self.metrics | self.algorithm.update(self.batch)
                 self.updates += 1
+                self._reprioritise()
+                self._control()
                 if every and self.updates % every == 0:
-                    drawn = self.replay.sample(batch_size * REESTIMATION_BATCHES)
+                    drawn = self.replay.sample(self.batch_size * REESTIMATION_BATCHES)
                     self.algorithm.reestimate(drawn.observation)
         self.learn_seconds += time.perf_counter() - started
         self.progress.update(self.step, self.updates)
 
+    @property
+    def batch_size(self) -> int:
+        controller = self.controllers.get("batch_size")
+        return round(controller.value) if controller else self.config.learning.batch_size
+
+    def _set_update_to_data(self, value: float) -> None:
+        """From this step on; what was due before stays due."""
+        if value != self.update_to_data:
+            from_step, from_updates = self.learning_from
+            if self.step > from_step:
+                due = from_updates + (self.step - from_step) * self.update_to_data
+                self.learning_from = (self.step, due)
+            self.update_to_data = value
+
+    def _log_prob(self, observation: Tensor, action: Tensor, uniform: bool) -> np.ndarray:
+        """log mu(a|s) of actions just chosen, [num_envs]."""
+        if uniform:
+            return np.full(len(action), -self.action_size * math.log(2), np.float32)
+        assert isinstance(self.algorithm, SAC)
+        return self.algorithm.log_prob(observation, action).cpu().numpy()
+
+    def _log_ratio(self) -> Tensor:
+        """log pi - log mu of the last minibatch, [B]."""
+        assert isinstance(self.algorithm, SAC) and self.batch is not None
+        now = self.algorithm.log_prob(self.batch.observation, self.batch.action)
+        return now - self.replay.drawn_log_prob
+
+    def _reprioritise(self) -> None:
+        if isinstance(self.replay, PrioritizedReplay):
+            share = self.config.replay.ratio
+            log_ratio = self._log_ratio() if share else None
+            self.replay.reprioritise(self.algorithm.td_error, log_ratio, share)
+
+    def _control(self) -> None:
+        """Let controllers move, each by one minibatch's effective sample size."""
+        if not self.controllers or self.updates % self.config.adaptive.every:
+            return
+        share = effective_sample_size(self._log_ratio())
+        values: dict[str, float] = {"adaptive/effective_sample_size": share}
+        for name, controller in self.controllers.items():
+            if not controller.move(share):
+                continue
+            if name == "window":
+                controller.value = min(controller.value, float(self.replay.size))
+                self.replay.window = round(controller.value)
+                values["replay/window"] = self.replay.window
+            else:
+                values[f"adaptive/{name}"] = controller.value
+            if name == "update_to_data":
+                self._set_update_to_data(controller.value)
+        self._log(values)
+
     def _done(self) -> bool:
-        reached = self.stop_at is not None and self.last_return >= self.stop_at
-        return bool(self.interrupted) or reached or self.step >= self.config.total_steps
+        stopped = any(callback.done(self) for callback in self.callbacks)
+        return bool(self.interrupted) or stopped or self.step >= self.config.total_steps
 
     @property
     def finished(self) -> bool:
@@ -324,6 +434,7 @@ class Manager:
         return {
             "env": self.config.env,
             "actor": self.config.actor_name,
+            "algorithm": self.config.algorithm,
             "checkpoint": self.loaded_from,
             "step": self.step,
             "episodes": episodes,
@@ -408,7 +519,10 @@ class Manager:
         learned = self.updates > 0 or episodes is not None  # untrained, none is worth keeping
         if learned and (self.best_return is None or mean > self.best_return):
             self.best_return = mean
-            checkpoint.save(self.directory / "checkpoints" / "best.pt", self._state())
+            self.save_policy(self.directory / "checkpoints" / "best.pt")
+        if episodes is None:
+            for callback in self.callbacks:
+                callback.evaluation(self, result)
         return result
 
     # -- logging -----------------------------------------------------------------------------
@@ -421,7 +535,7 @@ class Manager:
         """A row of the last update's numbers. Raises NonFiniteError where a loss has blown up."""
         values: dict[str, Any] = {"train/buffer_size": self.replay.size, **self.metrics}
         for tag in ("loss/critic", "loss/actor"):
-            if self.metrics and not math.isfinite(float(self.metrics[tag])):
+            if not math.isfinite(float(self.metrics.get(tag, 0.0))):
                 raise NonFiniteError(
                     f"{tag} is {float(self.metrics[tag])} at step {self.step}, update "
                     f"{self.updates}: lower the learning rates or scale the reward down"
@@ -434,6 +548,8 @@ class Manager:
         old = self.measured
         steps, updates, collecting, learning = (b - a for a, b in zip(old, now, strict=True))
         self.measured, self.logged_step = now, self.step
+        if isinstance(self.replay, PrioritizedReplay):
+            values["replay/correction"] = self.replay.correction
         values["sac/learning_rate"] = self.algorithm.learning_rate
         values["perf/steps_per_second"] = steps / (collecting + learning)
         values["perf/updates_per_second"] = updates / (collecting + learning)
@@ -487,8 +603,28 @@ class Manager:
             "sizes": [self.observation_size, self.action_size],
             "algorithm": self.algorithm.state_dict(),
             "counters": {name: getattr(self, name) for name in COUNTERS},
+            "controllers": {name: c.state_dict() for name, c in self.controllers.items()},
+            "callbacks": {name: c.state_dict() for name, c in self._named_callbacks()},
             "rollout": self.rollout.state_dict(),
         }
+
+    def _named_callbacks(self) -> list[tuple[str, calling.Callback]]:
+        """Callbacks by their class, numbered where there are several of one."""
+        names = [type(callback).__name__ for callback in self.callbacks]
+        numbered = [f"{name}-{names[:i].count(name)}" for i, name in enumerate(names)]
+        return list(zip(numbered, self.callbacks, strict=True))
+
+    def save_policy(self, path: Path) -> None:
+        """Write a checkpoint without the buffer: to evaluate, or to resume after a refill."""
+        self._write(path, self._state())
+
+    def _write(self, path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
+        if self._saver is None:
+            checkpoint.save(path, state, keep)
+        else:
+            # The buffer's state is a copy already; the rest is what training goes on with.
+            rest = {key: value for key, value in state.items() if key != "replay"}
+            self._saver.save(path, state | copy.deepcopy(rest), keep)
 
     def save_checkpoint(self, keep: bool = True) -> None:
         """Write last.pt, everything a resume needs; the old one becomes previous.pt if `keep`."""
@@ -500,8 +636,10 @@ class Manager:
             "metrics": self.metrics,
             "batch": self.batch and self.batch._asdict(),
         }
-        checkpoint.save(directory / "last.pt", state, directory / "previous.pt" if keep else None)
+        self._write(directory / "last.pt", state, directory / "previous.pt" if keep else None)
         self.checkpoint_seconds = time.perf_counter() - started
+        for callback in self.callbacks:
+            callback.checkpoint(self, directory / "last.pt")
 
     @classmethod
     def resume(
@@ -509,6 +647,7 @@ class Manager:
         run_dir: str | Path,
         make_env: MakeEnv | None = None,
         which: str = "last",
+        callbacks: Sequence[calling.Callback] = (),
         **changes: Any,
     ) -> Manager:
         """A manager whose `train()` goes on with a run where its checkpoint stands.
@@ -526,7 +665,7 @@ class Manager:
         if changed.threads == "auto":  # sums differ between thread counts: keep the run's own
             threads = checkpoint.read_record(run_dir).get("threads", "auto")
             changed = resolve(changed.dump(), {"threads": threads})
-        manager = cls(changed, make_env)
+        manager = cls(changed, make_env, callbacks)
         manager.run_dir = run_dir
         path = run_dir / "checkpoints" / f"{which}.pt"
         if which != "last" or path.exists() or path.with_name("previous.pt").exists():
@@ -588,11 +727,13 @@ class Manager:
                 raise checkpoint.CheckpointError(f"{path} holds no {part}: it is no agent of ours")
         expected = {
             "env": self.config.env,
+            "algorithm": self.config.algorithm,
             "actor": self.config.actor_name,
             "sizes": [self.observation_size, self.action_size],
         }
         theirs = resolve(state["config"])
-        found = {"env": theirs.env, "actor": theirs.actor_name, "sizes": state["sizes"]}
+        found = {"env": theirs.env, "algorithm": theirs.algorithm, "actor": theirs.actor_name,
+                 "sizes": state["sizes"]}  # fmt: skip
         for key, value in expected.items():
             if found[key] != value:
                 raise checkpoint.CheckpointError(
@@ -607,6 +748,11 @@ class Manager:
             self.algorithm.load_state_dict(state["algorithm"])
         for name in COUNTERS:
             setattr(self, name, state["counters"][name])
+        for name, controller in self.controllers.items():
+            controller.load_state_dict(state["controllers"][name])
+        for name, callback in self._named_callbacks():
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
         self.measured = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
         self._resumed = state
         self.loaded_from = path.stem
@@ -617,22 +763,46 @@ class Manager:
         config = self.config
         self.rollout = Rollout(self._factories, config)
         try:
-            self.replay = ReplayBuffer(
-                config.replay.capacity,
-                self.observation_size,
-                self.action_size,
-                num_envs=config.num_envs,
-                n_step=config.learning.n_step,
-                gamma=config.learning.gamma,
-                seed=config.seed,
-                observation_dtype=self.observation_dtype,
-                device=self.device,
-            )
+            self.replay = self._make_replay()
             if self._resumed:
                 self._restore(progress)
             yield
         finally:
             self.rollout.close()
+
+    def _make_replay(self) -> ReplayBuffer:
+        config = self.config
+        sizes = config.replay.capacity, self.observation_size, self.action_size
+        options: dict[str, Any] = {
+            "num_envs": config.num_envs,
+            "n_step": config.learning.n_step,
+            "gamma": config.learning.gamma,
+            "seed": config.seed,
+            "observation_dtype": self.observation_dtype,
+            "device": self.device,
+            "likelihood": config.keeps_likelihood(),
+        }
+        if config.replay.storage == "disk":
+            # last.pt and previous.pt must find their rows.
+            slack = 2 * config.checkpoint_every + config.num_envs * (config.learning.n_step + 1)
+            options |= {"directory": self.directory / "replay", "slack": slack}
+        replay: ReplayBuffer
+        if config.replay.sampler != "uniform":
+            rank = config.replay.sampler == "rank"
+            replay = PrioritizedReplay(
+                *sizes, exponent=config.replay.exponent, rank=rank, **options
+            )
+        elif config.replay.hindsight != "none":
+            assert self.goals is not None
+            strategy, original = config.replay.hindsight, config.replay.original
+            replay = HindsightReplay(
+                *sizes, goals=self.goals, strategy=strategy, original=original, **options
+            )
+        else:
+            replay = ReplayBuffer(*sizes, **options)
+        if config.replay.retention == "window":
+            replay.window = min(config.replay.window, replay.capacity)
+        return replay
 
     def _restore(self, progress: Progress) -> None:
         """Environments and buffer as the checkpoint left them; it is not held any longer."""
@@ -640,15 +810,17 @@ class Manager:
         fresh = self.rollout.load_state_dict(state["rollout"])
         if fresh:
             progress.note(f"environments {fresh} did not replay; they start a new episode")
-        if "replay" in state:
+        on_disk = self.config.replay.storage == "disk"
+        if "replay" in state and (self.replay.found or not on_disk):
             self.replay.load_state_dict(state["replay"])
-            self.replay.pending["open"][:, fresh] = False  # their windows ended with the episode
+            self.replay.cut(fresh)
             self.metrics = state["metrics"]
             self.batch = state["batch"] and Batch(**state["batch"])
         else:
             start = self.step + self.config.learning.learning_starts
             self.learning_from = (start, self.updates)
-            progress.note(f"{self.loaded_from}.pt has no buffer: refilling to {start}")
+            where = self.replay.directory if on_disk else f"{self.loaded_from}.pt"
+            progress.note(f"{where} has no buffer: refilling to {start}")
 
     # -- signals -----------------------------------------------------------------------------
 
@@ -682,8 +854,31 @@ def stopping_return(config: Config, env: gym.Env) -> float | None:
     return threshold
 
 
+def controllers(config: Config) -> dict[str, Controller]:
+    """What moves with the effective sample size: batch_size or update_to_data, window."""
+    learning, adaptive, replay = config.learning, config.adaptive, config.replay
+    found = {}
+    bounds: dict[str, Any] = {
+        "low": adaptive.low, "high": adaptive.high, "target": adaptive.target
+    }  # fmt: skip
+    if adaptive.moves == "batch_size":
+        found["batch_size"] = Controller(learning.batch_size, **bounds, power=-1)
+    if adaptive.moves == "update_to_data":
+        start = initial(learning.update_to_data)
+        found["update_to_data"] = Controller(start, **bounds, power=1)
+    if replay.retention == "ess":
+        found["window"] = Controller(
+            replay.capacity, low=learning.batch_size, high=replay.capacity,
+            target=replay.least_ess, power=1,
+        )  # fmt: skip
+    return found
+
+
 def check_memory(config: Config, observation_size: int, action_size: int, dtype: Any) -> None:
-    """Raises ConfigError where the full replay buffer would not fit this machine's memory."""
+    """Raises ConfigError where the full replay buffer would not fit this machine's memory; one on
+    disk need not."""
+    if config.replay.storage == "disk":
+        return
     need = ReplayBuffer.bytes_needed(
         config.replay.capacity, observation_size, action_size, 1 if dtype == np.uint8 else 4
     )
@@ -692,7 +887,8 @@ def check_memory(config: Config, observation_size: int, action_size: int, dtype:
         fits = int(config.replay.capacity * 0.9 * have / need)
         raise ConfigError(
             f"replay.capacity: {config.replay.capacity} transitions take {need / 2**30:.1f} GiB "
-            f"and this machine has {have / 2**30:.1f} GiB; at most {fits} fit"
+            f"and this machine has {have / 2**30:.1f} GiB; at most {fits} fit, or use "
+            "--replay.storage disk"
         )
 
 
@@ -745,9 +941,9 @@ def agent_card(config: Config, step: int, updates: int) -> str:
     """README.md of an agent directory."""
     return f"""# {config.env}, {config.actor_name} actor
 
-A soft actor-critic agent trained by sansac: seed {config.seed}, {step:,} environment steps,
-{updates:,} updates. `agent.pt` holds the actor's weights and the observation normaliser,
-`config.yaml` everything else.
+An agent of the algorithm {config.algorithm}, trained by sansac: seed {config.seed},
+{step:,} environment steps, {updates:,} updates. `agent.pt` holds the actor's weights and the
+observation normaliser, `config.yaml` everything else.
 
     python runner.py evaluate {"<this directory>"}
 """

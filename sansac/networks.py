@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.utils import fuse_linear_bn_eval
 from sansac import kernels
 from sansac.config import Actor as ActorConfig
 from sansac.config import Critic as CriticConfig
+from sansac.replay import Batch
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 
@@ -59,6 +60,14 @@ class SquashedSample(torch.autograd.Function):
         to_log_prob = to_log_prob[:, None]
         to_mean = to_action * (1 - action.square()) + 2 * to_log_prob * action
         return to_mean, to_mean * spread - to_log_prob, None
+
+
+def squashed_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
+    """log pi(a|s) of given actions in (-1, 1), [B, A] each -> [B]. An action at a bound, where the
+    density has no limit, is taken as 1e-6 inside."""
+    u = torch.atanh(action.double().clamp(-1 + 1e-6, 1 - 1e-6)).to(mean.dtype)
+    noise = (u - mean) * (-log_std).exp()
+    return squashed_sample(mean, log_std, noise)[1]
 
 
 class RunningNorm(nn.Module):
@@ -239,13 +248,16 @@ def fold_batch_norm(actor: Actor) -> Actor:
 class DenseActor(nn.Module):
     """ReLU multilayer perceptron: normalised observations to a Gaussian before the tanh."""
 
-    def __init__(self, config: ActorConfig, observation_size: int, action_size: int) -> None:
+    def __init__(
+        self, config: ActorConfig, observation_size: int, action_size: int, gsde: bool = False
+    ) -> None:
         super().__init__()
         widths = [observation_size, *config.hidden]
         self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(widths))
         self.norms = nn.ModuleList(normalisation(config, n) for n in config.hidden)
         self.mean = nn.Linear(widths[-1], action_size)
-        self.log_std = nn.Linear(widths[-1], action_size)
+        head = StateDependentStd if gsde else nn.Linear
+        self.log_std: nn.Module = head(widths[-1], action_size)
 
     def forward(
         self, observation: Tensor, stream: torch.Generator | None = None
@@ -264,8 +276,27 @@ class DenseActor(nn.Module):
         """Nothing changes over training."""
 
 
+class StateDependentStd(nn.Module):
+    """log sigma of noise that is linear in features, noise = features E with E_ij ~ N(0, s_ij^2):
+    sigma_j^2 = sum_i features_i^2 s_ij^2 (gSDE, Raffin et al. 2022, arXiv:2005.05719, eq. 5).
+
+    [B, features] -> [B, act]. Features learn nothing from it.
+    """
+
+    features: Tensor  # of the last pass
+
+    def __init__(self, features: int, action_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((features, action_size), -3.0))  # log s
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.features = features.detach()
+        variance = self.features.square() @ (2 * self.weight).exp()
+        return 0.5 * (variance + 1e-6).log()
+
+
 class StackedLinear(nn.Module):
-    """The parameters of `copies` independent linear layers."""
+    """`copies` independent linear layers: [C, B, in] -> [C, B, out]."""
 
     def __init__(self, copies: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -275,14 +306,20 @@ class StackedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
+
 
 class StackedNorm(nn.Module):
-    """The gain and the bias of LayerNorm, of each copy its own."""
+    """LayerNorm with a gain and a bias of its own a copy: [C, B, width] in and out."""
 
     def __init__(self, copies: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(copies, 1, width))
         self.bias = nn.Parameter(torch.zeros(copies, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
 
 class StackedPerceptron(torch.autograd.Function):
@@ -343,12 +380,15 @@ def layered(parameters: Sequence[Tensor], normed: bool) -> list[Sequence[Tensor]
 
 
 class TwinCritic(nn.Module):
-    """Two action-value networks Q_i(s, a), stacked (Fujimoto et al. 2018, arXiv:1802.09477)."""
+    """Action-value networks Q_i(s, a), stacked, two unless `copies` says otherwise (Fujimoto et al.
+    2018, arXiv:1802.09477)."""
 
-    copies = 2
+    has_target = True  # whether a slow copy of it bootstraps
+    stream: torch.Generator | None = None  # of what is random in it
 
     def __init__(self, config: CriticConfig, observation_size: int, action_size: int) -> None:
         super().__init__()
+        self.config, self.copies = config, config.copies
         widths = [observation_size + action_size, *config.hidden]
         self.layers = nn.ModuleList(StackedLinear(self.copies, *pair) for pair in pairwise(widths))
         self.norms = nn.ModuleList(
@@ -357,7 +397,7 @@ class TwinCritic(nn.Module):
         self.head = StackedLinear(self.copies, widths[-1], config.quantiles)
 
     def forward(self, observation: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
-        """[B, obs], [B, act] -> [2, B, quantiles]. Frozen, only the action gets a gradient."""
+        """[B, obs], [B, act] -> [copies, B, quantiles]. Frozen, only the action gets a gradient."""
         parts: list[nn.Module] = [*self.layers, self.head]
         if self.norms:  # each behind its product
             parts = [part for pair in zip(self.layers, self.norms, strict=True) for part in pair]
@@ -366,6 +406,14 @@ class TwinCritic(nn.Module):
         if frozen:
             parameters = [p.detach() for p in parameters]
         return StackedPerceptron.apply(observation, action, len(self.norms) > 0, *parameters)
+
+    def pair(
+        self, batch: Batch, next_action: Tensor, target_critic: TwinCritic
+    ) -> tuple[Tensor, Tensor]:
+        """Q(s, a), [copies, B, quantiles], and what a target bootstraps from at (s', a')."""
+        with torch.no_grad():
+            bootstrap = target_critic.target(batch.next_observation, next_action)
+        return self(batch.observation, batch.action), bootstrap
 
     def target(self, observation: Tensor, action: Tensor) -> Tensor:
         """What the Bellman target bootstraps from: min_i Q_i, [B, 1]."""
@@ -441,8 +489,140 @@ class QuantileHuber(torch.autograd.Function):
         return slope * gradient[:, None], None, None
 
 
+class EnsembleCritic(TwinCritic):
+    """Many critics, of which each target takes the minimum of a few drawn anew, while the actor
+    follows the mean of all (REDQ, Chen et al. 2021, arXiv:2101.05982, algorithm 1)."""
+
+    def target(self, observation: Tensor, action: Tensor) -> Tensor:
+        """min over `subset` critics, drawn without replacement, [B, 1]."""
+        value = self(observation, action)
+        drawn = torch.rand(self.copies, generator=self.stream, device=value.device).argsort()
+        return value[drawn[: self.config.subset]].amin(0)
+
+    def value(self, observation: Tensor, action: Tensor) -> Tensor:
+        """What the actor maximises: the mean of all Q_i, [B]."""
+        return self(observation, action, frozen=True).mean((0, 2))
+
+
+class DropoutCritic(TwinCritic):
+    """Critics with dropout after every product and, with `layer_norm`, LayerNorm before the
+    activation (DroQ, Hiraoka et al. 2022, arXiv:2110.02034, algorithm 2)."""
+
+    def forward(self, observation: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
+        """[B, obs], [B, act] -> [copies, B, quantiles]; by autograd, which freezes by itself."""
+        x = torch.cat([observation, action], -1).expand(self.copies, -1, -1)
+        for layer, norm in zip_longest(self.layers, self.norms, fillvalue=nn.Identity()):
+            x = F.relu(norm(self.dropped(layer(x))))
+        return self.head(x)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Units are 0 with the probability `dropout`, others scaled to keep the mean; in targets
+        and in the actor's loss too."""
+        keep = 1 - self.config.dropout
+        kept = torch.rand(x.shape, generator=self.stream, dtype=x.dtype, device=x.device) < keep
+        return x * kept / keep
+
+    def value(self, observation: Tensor, action: Tensor) -> Tensor:
+        """What the actor maximises: the mean of all Q_i, [B]."""
+        return self(observation, action, frozen=True).mean((0, 2))
+
+
+class StackedBatchRenorm(nn.Module):
+    """Batch renormalisation with statistics of its own a copy: [C, B, width] in and out (Ioffe
+    2017, arXiv:1702.03275; constants of Bhatt et al. 2024, arXiv:1902.05605).
+
+    In training mode statistics of the batch, after `warmup` passes corrected towards the running
+    ones within bounds; else the running ones.
+    """
+
+    momentum, eps, most_scale, most_shift = 0.01, 1e-3, 3.0, 5.0
+    running_mean: Tensor
+    running_var: Tensor
+    passes: Tensor
+
+    def __init__(self, copies: int, width: int, warmup: int) -> None:
+        super().__init__()
+        self.warmup = warmup
+        self.weight = nn.Parameter(torch.ones(copies, 1, width))
+        self.bias = nn.Parameter(torch.zeros(copies, 1, width))
+        self.register_buffer("running_mean", torch.zeros(copies, 1, width))
+        self.register_buffer("running_var", torch.ones(copies, 1, width))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        if self.training:
+            var, mean = torch.var_mean(x, dim=1, keepdim=True)
+            statistics = mean.detach(), var.detach()
+            mean, var = self.renormalised(mean, var)
+            self.follow(*statistics)
+        return (x - mean) * (var + self.eps).rsqrt() * self.weight + self.bias
+
+    def renormalised(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and variance to normalise by, [C, 1, width] each."""
+        with torch.no_grad():
+            running = (self.running_var + self.eps).sqrt()
+            scale = ((var + self.eps).sqrt() / running).clamp(1 / self.most_scale, self.most_scale)
+            shift = (mean - self.running_mean) / running
+            shift = shift.clamp(-self.most_shift, self.most_shift)
+            warm = self.passes > self.warmup
+            scale, shift = torch.where(warm, scale, 1.0), torch.where(warm, shift, 0.0)
+        return mean - shift * var.sqrt() / scale, var / scale.square()
+
+    @torch.no_grad()
+    def follow(self, mean: Tensor, var: Tensor) -> None:
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(var, self.momentum)
+        self.passes += 1
+
+
+class BatchNormCritic(TwinCritic):
+    """Critics with batch renormalisation before every product and no target network (CrossQ, Bhatt
+    et al. 2024, arXiv:1902.05605): current and next pairs go through them in one pass, so that
+    both are normalised by the statistics of the mixture."""
+
+    has_target = False
+
+    def __init__(self, config: CriticConfig, observation_size: int, action_size: int) -> None:
+        super().__init__(config, observation_size, action_size)
+        widths = [observation_size + action_size, *config.hidden]
+        self.renorms = nn.ModuleList(
+            StackedBatchRenorm(self.copies, n, config.batch_norm_warmup) for n in widths
+        )
+        self.renorms.eval()
+
+    def forward(self, observation: Tensor, action: Tensor, frozen: bool = False) -> Tensor:
+        """[B, obs], [B, act] -> [copies, B, quantiles]; by autograd, which freezes by itself."""
+        x = torch.cat([observation, action], -1).expand(self.copies, -1, -1)
+        *first, last = self.renorms
+        for renorm, layer in zip(first, self.layers, strict=True):
+            x = F.relu(layer(renorm(x)))
+        return self.head(last(x))
+
+    def pair(
+        self, batch: Batch, next_action: Tensor, target_critic: TwinCritic
+    ) -> tuple[Tensor, Tensor]:
+        """Q(s, a), [copies, B, 1], and min_i Q_i(s', a'), [B, 1], of one pass in training mode."""
+        self.renorms.train()
+        both = self(
+            torch.cat([batch.observation, batch.next_observation]),
+            torch.cat([batch.action, next_action]),
+        )
+        self.renorms.eval()
+        prediction, following = both.chunk(2, dim=1)
+        return prediction, following.detach().amin(0)
+
+
 def make_critic(config: CriticConfig, observation_size: int, action_size: int) -> TwinCritic:
-    kind = QuantileCritic if config.quantiles > 1 else TwinCritic
+    kind = TwinCritic
+    if config.quantiles > 1:
+        kind = QuantileCritic
+    elif config.subset:
+        kind = EnsembleCritic
+    elif config.dropout:
+        kind = DropoutCritic
+    elif config.batch_norm:
+        kind = BatchNormCritic
     return kind(config, observation_size, action_size)
 
 

@@ -60,19 +60,23 @@ class Bench:
         self.manager, self.algorithm = manager, manager.algorithm
         self.optimizers = manager.algorithm.optimizers
         self._state = copy.deepcopy(manager.algorithm.state_dict())
-        self._stream = manager.replay.generator.get_state()
+        streams = [s for s in vars(manager.replay).values() if isinstance(s, torch.Generator)]
+        self._streams = [(stream, stream.get_state()) for stream in streams]
 
     def reset(self) -> None:
         self.algorithm.optimizers = self.optimizers
         self.algorithm.load_state_dict(copy.deepcopy(self._state))
-        self.manager.replay.generator.set_state(self._stream)
+        for stream, state in self._streams:
+            stream.set_state(state)
 
     def update(self) -> dict[str, float]:
-        """One update on a fresh minibatch: its losses."""
+        """One update on a fresh minibatch, or as many as a delayed policy waits for: the losses."""
         learning = self.manager.config.learning
-        batch = self.manager.replay.sample(learning.batch_size)
+        metrics: dict[str, torch.Tensor] = {}
         with kernels.products(learning.precision):
-            metrics = self.algorithm.update(batch)
+            for _ in range(learning.policy_delay):
+                batch = self.manager.replay.sample(learning.batch_size)
+                metrics |= self.algorithm.update(batch)
         return {tag: float(value) for tag, value in metrics.items() if tag.startswith("loss/")}
 
     def evaluate(self, episodes: int) -> float:
@@ -94,6 +98,7 @@ def bench(config: Config, out: Path, warm_up: int | None, updates: int) -> Itera
         raise ConfigError(f"--warm-up ({steps}) is below learning.learning_starts ({starts})")
     manager = Manager(config)
     out.mkdir(parents=True, exist_ok=True)
+    manager.run_dir = out
     title = f"{config.env} {config.actor_name}"
     with (
         Logger(config, out, device=manager.device) as manager.logger,

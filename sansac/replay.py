@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +21,18 @@ class Batch(NamedTuple):
     weight: Tensor  # [B], of the per-sample loss
 
 
+COLUMNS = ("observation", "action", "reward", "next_observation", "discount")
+
+
 class ReplayBuffer:
     """The last `capacity` transitions of `num_envs` environments stepped side by side.
 
     n-step sums are formed as steps arrive, so a window can cross neither an episode, nor an
     environment, nor the write head. Floats are stored as float32, uint8 stays uint8.
+
+    With `likelihood` a row keeps log mu(a|s) of the policy that acted. With a `directory` the rows
+    lie in files there, mapped into memory, with `slack` rows more, so that what a checkpoint saw is
+    not overwritten before the next one.
     """
 
     def __init__(
@@ -39,6 +47,9 @@ class ReplayBuffer:
         seed: int,
         observation_dtype: type[np.generic] | np.dtype[Any] = np.float32,
         device: str | torch.device = "cpu",
+        likelihood: bool = False,
+        directory: Path | None = None,
+        slack: int = 0,
     ) -> None:
         self.capacity, self.n_step, self.gamma = capacity, n_step, gamma
         self.device = torch.device(device)
@@ -51,12 +62,20 @@ class ReplayBuffer:
             "next_observation": ((observation_size,), dtype),
             "discount": ((), np.float32),
         }
-        # zeros, not empty: pages are taken from the system only as rows are written.
-        self.rows = {
-            key: torch.from_numpy(np.zeros((capacity, *shape), kind)).to(self.device)
-            for key, (shape, kind) in shapes.items()
-        }
+        if likelihood:
+            shapes["log_prob"] = ((), np.float32)
+        self.length, self.window = capacity + slack, capacity  # rows there are, and are drawn from
+        self.directory, self.found = directory, False  # found: files were there
+        if directory is None:
+            # zeros, not empty: pages are taken from the system only as rows are written.
+            self.rows = {
+                key: torch.from_numpy(np.zeros((self.length, *shape), kind)).to(self.device)
+                for key, (shape, kind) in shapes.items()
+            }
+        else:
+            self.rows = self._mapped(directory, shapes)
         self.position = self.size = 0
+        self.drawn = torch.zeros(0, dtype=torch.int64)  # rows of the last sample
         # Steps whose window is still open: slot t mod n of each environment.
         self.pending = {
             "observation": np.zeros((n_step, num_envs, observation_size), dtype),
@@ -64,7 +83,27 @@ class ReplayBuffer:
             "reward": np.zeros((n_step, num_envs), np.float64),
             "open": np.zeros((n_step, num_envs), bool),
         }
+        if likelihood:
+            self.pending["log_prob"] = np.zeros((n_step, num_envs), np.float32)
         self.clock = 0
+
+    def _mapped(
+        self, directory: Path, shapes: dict[str, tuple[tuple[int, ...], Any]]
+    ) -> dict[str, Tensor]:
+        """The rows in files, those that are there already or new ones of zeros."""
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = {key: directory / f"{key}.bin" for key in shapes}
+        row = shapes["reward"][1]().itemsize
+        self.found = all(path.is_file() for path in paths.values())
+        if self.found:
+            self.length = paths["reward"].stat().st_size // row
+        self.maps = {
+            key: np.memmap(
+                paths[key], kind, "r+" if self.found else "w+", shape=(self.length, *shape)
+            )
+            for key, (shape, kind) in shapes.items()
+        }
+        return {key: torch.from_numpy(array) for key, array in self.maps.items()}
 
     @staticmethod
     def bytes_needed(capacity: int, observation_size: int, action_size: int, itemsize: int) -> int:
@@ -78,10 +117,12 @@ class ReplayBuffer:
         next_observation: np.ndarray,
         terminated: np.ndarray,
         truncated: np.ndarray,
+        log_prob: np.ndarray | None = None,
     ) -> None:
         """Add a step of every environment: arrays [num_envs, ...].
 
-        `next_observation` is the true last observation where an episode ended.
+        `next_observation` is the true last observation where an episode ended; `log_prob`, of the
+        unscaled action, belongs to a buffer with `likelihood`.
         """
         pending, n = self.pending, self.n_step
         slot = self.clock % n
@@ -89,6 +130,8 @@ class ReplayBuffer:
         pending["action"][slot] = action
         pending["reward"][slot] = 0.0
         pending["open"][slot] = True
+        if log_prob is not None:
+            pending["log_prob"][slot] = log_prob
         age = (self.clock - np.arange(n)) % n
         self.clock += 1
         pending["reward"] += self.gamma ** age[:, None] * reward
@@ -99,40 +142,75 @@ class ReplayBuffer:
             if not closing.any():
                 continue
             discount = self.gamma ** (age[k] + 1) * ~terminated
+            firsts = {key: rows[k, closing] for key, rows in pending.items() if key != "open"}
             self._write(
-                observation=pending["observation"][k, closing],
-                action=pending["action"][k, closing],
-                reward=pending["reward"][k, closing],
+                **firsts,
                 next_observation=next_observation[closing],
                 discount=discount[closing],
             )
             pending["open"][k] &= ~closing
 
-    def _write(self, **columns: np.ndarray) -> None:
+    def cut(self, environments: list[int]) -> None:
+        """The episodes of these environments go no further; their open windows are dropped."""
+        self.pending["open"][:, environments] = False
+
+    def _write(self, **columns: np.ndarray) -> Tensor:
+        """Write rows at the head; where they are now."""
         count = len(columns["reward"])
-        where = torch.arange(self.position, self.position + count) % self.capacity
+        where = torch.arange(self.position, self.position + count) % self.length
         for key, values in columns.items():
             rows = self.rows[key]
-            rows[where] = torch.as_tensor(values, dtype=rows.dtype).to(self.device)
-        self.position = (self.position + count) % self.capacity
-        self.size = min(self.size + count, self.capacity)
+            rows[where] = torch.as_tensor(values, dtype=rows.dtype).to(rows.device)
+        self.position = (self.position + count) % self.length
+        self.size = min(self.size + count, self.length)
+        return where
+
+    @property
+    def available(self) -> int:
+        """Transitions that are drawn from, the newest."""
+        return min(self.size, self.window)
 
     def sample(self, batch_size: int) -> Batch:
-        """A fresh uniform draw, with replacement. Raises ValueError where the buffer is empty."""
+        """A fresh draw, with replacement. Raises ValueError where the buffer is empty."""
         if self.size == 0:
             raise ValueError("cannot sample from an empty replay buffer: add transitions first")
-        index = torch.randint(
-            self.size, (batch_size,), generator=self.generator, device=self.device
+        self.drawn = self._draw(batch_size)
+        return self._gather(self.drawn)
+
+    def _draw(self, batch_size: int) -> Tensor:
+        """Rows, [batch_size], uniformly."""
+        drawn = torch.randint(
+            self.available, (batch_size,), generator=self.generator, device=self.device
         )
-        columns = {key: rows.index_select(0, index) for key, rows in self.rows.items()}
+        newest = self.available < self.size
+        return (self.position - 1 - drawn) % self.length if newest else drawn
+
+    def _gather(self, index: Tensor) -> Batch:
+        columns = {key: self._rows_at(key, index) for key in COLUMNS}
         for key in ("observation", "next_observation"):
             columns[key] = columns[key].float()
-        return Batch(**columns, weight=torch.ones(batch_size, device=self.device))
+        return Batch(**columns, weight=torch.ones(len(index), device=self.device))
+
+    def _rows_at(self, key: str, index: Tensor) -> Tensor:
+        rows = self.rows[key]  # those in files are in the CPU's memory
+        return rows.index_select(0, index.to(rows.device)).to(self.device)
+
+    @property
+    def drawn_log_prob(self) -> Tensor:
+        """log mu(a|s) of the last sample, [B]."""
+        return self._rows_at("log_prob", self.drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Filled rows, open windows, counters and the sampler's stream: tensors and numbers."""
+        """Filled rows, open windows, counters and the sampler's stream: tensors and numbers. Rows
+        in files stay there."""
+        if self.directory is not None:
+            for array in self.maps.values():
+                array.flush()
+        kept = self.rows if self.directory is None else {}
         return {
-            "rows": {key: rows[: self.size].clone() for key, rows in self.rows.items()},
+            "rows": {key: rows[: self.size].clone() for key, rows in kept.items()},
+            "size": self.size,
+            "window": self.window,
             "pending": {key: torch.from_numpy(value.copy()) for key, value in self.pending.items()},
             "position": self.position,
             "clock": self.clock,
@@ -140,7 +218,7 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size = len(state["rows"]["reward"])
+        self.size, self.window = state["size"], state["window"]
         for key, rows in state["rows"].items():
             self.rows[key][: self.size] = rows
         for key, value in state["pending"].items():

@@ -20,7 +20,8 @@ from sansac import kernels
 from sansac.config import NEURON_NAMES
 from sansac.config import Actor as ActorConfig
 from sansac.config import Spiking as SpikingConfig
-from sansac.networks import LOG_STD_MAX, LOG_STD_MIN, mlp, normalisation
+from sansac.networks import LOG_STD_MAX, LOG_STD_MIN, StateDependentStd, mlp, normalisation
+from sansac.schedules import Schedule, initial
 
 SURROGATES = {
     "rectangle": surrogate.Rect,
@@ -169,7 +170,9 @@ def make_node(config: SpikingConfig) -> nn.Module:
     return NEURONS[config.neuron](
         config,
         v_threshold=config.v_threshold,
-        surrogate_function=Surrogate(SURROGATES[config.surrogate](1 / config.surrogate_width)),
+        surrogate_function=Surrogate(
+            SURROGATES[config.surrogate](1 / initial(config.surrogate_width))
+        ),
         detach_reset=config.detach_reset,
     )
 
@@ -214,7 +217,7 @@ class SpikingLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.surrogate_width = config.surrogate_width
+        self.surrogate_width = initial(config.surrogate_width)
         self.linear = nn.Linear(inputs, width)
         # A normalised current of half the threshold, give or take as much, neither silences nor
         # saturates a neuron at the start.
@@ -371,7 +374,12 @@ class SpikingActor(nn.Module):
     """Normalised observations to a Gaussian before the tanh, through spiking layers."""
 
     def __init__(
-        self, actor: ActorConfig, config: SpikingConfig, observation_size: int, action_size: int
+        self,
+        actor: ActorConfig,
+        config: SpikingConfig,
+        observation_size: int,
+        action_size: int,
+        gsde: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -395,7 +403,8 @@ class SpikingActor(nn.Module):
             self.readout = nn.Linear(features, action_size)
         self.layers = nn.ModuleList(layers)
         if config.log_std == "shared":
-            self.log_std: nn.Module = nn.Linear(features, action_size)
+            head = StateDependentStd if gsde else nn.Linear
+            self.log_std: nn.Module = head(features, action_size)
         elif config.log_std == "linear":
             self.log_std = nn.Linear(observation_size, action_size)
         else:
@@ -436,19 +445,10 @@ class SpikingActor(nn.Module):
         return self.config.firing_penalty * excess.square().sum()
 
     def set_progress(self, progress: float, best_return: float | None = None) -> None:
-        """Move the surrogates' width from `surrogate_start` to `surrogate_width`.
-
-        It follows training, `progress` from 0 to 1, or where `surrogate_returns` is given the best
-        evaluation return so far.
-        """
-        config, start = self.config, self.config.surrogate_start
-        if start is None:
+        """Move the surrogates' width along its schedule."""
+        if not isinstance(self.config.surrogate_width, Schedule):
             return
-        share = progress / config.surrogate_schedule
-        if config.surrogate_returns is not None:
-            low, high = config.surrogate_returns
-            share = 0.0 if best_return is None else (best_return - low) / (high - low)
-        width = start + (config.surrogate_width - start) * min(max(share, 0.0), 1.0)
+        width = self.config.surrogate_width.at(progress, best_return)
         for layer in self.layers:
             layer.surrogate_width = width  # type: ignore[assignment]
 

@@ -39,7 +39,7 @@ from sansac.config import (
     merge,
     nearest,
     partial,
-    preset_for,
+    presets_for,
     resolve,
     slug,
 )
@@ -210,7 +210,7 @@ def product(axes: Axes) -> Iterator[Point]:
 def base_of(files: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """What the axes are laid over; it may contradict itself where they will put it right."""
     layer = merge(files, options)
-    return partial(merge(preset_for(str(layer.get("env", Config().env))), layer)).dump()
+    return partial(merge(presets_for(layer), layer)).dump()
 
 
 def plan(
@@ -265,7 +265,7 @@ def differing(base: dict[str, Any], wanted: dict[str, Any], free: Iterable[str])
 
 def resolved(queue: Queue, points: list[Point]) -> list[tuple[Point, Config]]:
     """The configuration of every point. Raises ConfigError with all that is wrong."""
-    read, preset = functools.cache(load_yaml), functools.cache(preset_for)
+    read = functools.cache(load_yaml)
     found: list[tuple[Point, Config]] = []
     errors: dict[str, Point] = {}
     for point in points:
@@ -276,7 +276,7 @@ def resolved(queue: Queue, points: list[Point]) -> list[tuple[Point, Config]]:
             if layer.get("threads", "auto") == "auto":
                 layer["threads"] = queue.base["threads"]
             layer |= {"runs_dir": "runs", "name": None}
-            found.append((point, resolve(preset(str(layer.get("env", Config().env))), layer)))
+            found.append((point, resolve(presets_for(layer), layer)))
         except ConfigError as error:
             errors.setdefault(str(error), point)
     if errors:
@@ -321,7 +321,7 @@ def label(point: Point, config: Config) -> str:
     words = [config.actor_name, f"s{config.seed}"]
     for name, setting in point.items():
         if name not in ("san", "seed") and (config.san or not name.startswith("spiking.")):
-            tail = "" if name in ("config", "env") else name.rpartition(".")[2]
+            tail = "" if name in ("algorithm", "config", "env") else name.rpartition(".")[2]
             words.append(f"{tail}{shown(name, setting)}")
     return slug("-".join(words))[:120]
 

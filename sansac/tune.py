@@ -38,7 +38,7 @@ from sansac.config import (
     merge,
     nearest,
     partial,
-    preset_for,
+    presets_for,
     resolve,
     slug,
 )
@@ -652,8 +652,8 @@ def write_results(out: Path, search: Search, study: optuna.Study) -> None:
 def preset_text(search: Search, trial: FrozenTrial, space: Space) -> str:
     """A trial as a preset: what differs from what `train` takes for the environment by itself."""
     config = search.config(settings_of(trial, space))
-    usual = resolve(preset_for(config.env), {"env": config.env}).dump()
-    mine, layer = config.dump(), {"env": config.env, "san": config.san}
+    layer = {"env": config.env, "algorithm": config.algorithm, "san": config.san}
+    usual, mine = resolve(presets_for(layer), layer).dump(), config.dump()
     read = [name for name in fields() if config.san or not name.startswith("spiking.")]
     for name in read:
         if name not in INCIDENTAL and value(mine, name) != value(usual, name):

@@ -19,9 +19,10 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from torch import Tensor, nn
 
-from sansac.algorithm import SAC, averaged, polyak
+from sansac.algorithm import SAC
 from sansac.config import Config
 from sansac.networks import StackedLinear
+from sansac.off_policy import averaged, polyak
 from sansac.replay import Batch
 
 OBS, ACT, B = 4, 2, 32
@@ -324,7 +325,7 @@ def test_learning_rates_anneal_from_their_configured_values() -> None:
     """Over the last half: each keeps its ratio, and annealing twice does not compound."""
     sac = make_sac(
         True,
-        learning={"anneal": 0.5},
+        learning={"rate_factor": "linear:1:0.1:0.5..1"},
         actor={"learning_rate": 1e-3},
         critic={"learning_rate": 2e-3},
         sac={"learning_rate": 3e-3},

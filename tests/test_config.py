@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
@@ -36,13 +37,17 @@ from sansac.config import (
     resolve,
     slug,
 )
+from sansac.schedules import Schedule
 from sansac.spiking import FUSED, load_popsan
 
 STACKS = ("popsan", "mdc_san", "ilc_san", "care_bn", "plain_lif")
 
 
 def is_task(path: Path) -> bool:
-    return path.stem not in STACKS and not path.stem.startswith(("tune_", "sparse_"))
+    algorithms = {name.replace("-", "_") for name in module.ALGORITHM_NAMES}
+    return path.stem not in {*STACKS, *algorithms} and not path.stem.startswith(
+        ("tune_", "sparse_")
+    )
 
 
 # -- drawing any valid configuration ---------------------------------------------------------------
@@ -56,6 +61,9 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
     if origin is typing.Annotated:
         inner, *more = arguments
         return values_of(inner, (*metadata, *more))
+    ends = [item for item in metadata if isinstance(item, AfterValidator)]
+    if ends and isinstance(ends[0].func, functools.partial):
+        return settings_within(**ends[0].func.keywords)
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
@@ -73,6 +81,8 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
         return sections(annotation)
     if AfterValidator(module._known_neuron) in metadata:
         return st.sampled_from(module.NEURON_NAMES)
+    if AfterValidator(module._known_algorithm) in metadata:
+        return st.sampled_from(module.ALGORITHM_NAMES)
     low, high = bounds(metadata)
     if annotation is bool:
         return st.booleans()
@@ -82,6 +92,19 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
         inside = st.floats(low, high, allow_nan=False, allow_infinity=False)
         return inside.filter(lambda value: low < value < high)
     return WORD.map(annotation)  # str and Path
+
+
+def settings_within(above: float, least: float, most: float) -> st.SearchStrategy[Any]:
+    """Numbers and schedules between them."""
+    low, high = max(above, least, 0.0), min(most, 1e9)
+    number = st.floats(low, high).filter(lambda value: value > above)
+    kinds = st.sampled_from(["linear", "exponential", "cosine"])
+    shares = st.sampled_from([(0.0, 1.0), (0.25, 0.5), (0.6, 1.0)])
+    schedule = st.builds(
+        lambda kind, start, end, over: str(Schedule(kind, start, end, *over)),
+        kinds, number.filter(bool), number.filter(bool), shares,
+    )  # fmt: skip
+    return number | schedule
 
 
 def bounds(metadata: tuple[Any, ...]) -> tuple[float, float]:
@@ -114,10 +137,26 @@ def configs(draw: st.DrawFn) -> Config:
     spiking["output_connections"] &= spiking["decoder"] == "population"
     if spiking["neuron"] not in FUSED:
         spiking["backend"] = "auto"
-    if spiking["surrogate_returns"] is not None:
-        low, high = sorted(spiking["surrogate_returns"])
-        spiking["surrogate_returns"] = (low, high + 1)
-    drawn["critic"]["drop"] %= 2 * drawn["critic"]["quantiles"]
+    critic = drawn["critic"]
+    kind = draw(st.sampled_from(["twin", "quantiles", "subset", "dropout", "batch_norm"]))
+    plain = {"quantiles": 1, "subset": 0, "dropout": 0.0, "batch_norm": False}
+    critic.update({option: off for option, off in plain.items() if option != kind})
+    papers = {"quantiles": "tqc", "subset": "redq", "dropout": "droq", "batch_norm": "crossq"}
+    drawn["algorithm"] = papers.get(kind, drawn["algorithm"])
+    if drawn["algorithm"] in papers.values():
+        forms = {
+            "tqc": {"quantiles": 5},
+            "redq": {"subset": 2, "copies": 4},
+            "droq": {"dropout": 0.1},
+            "crossq": {"batch_norm": True, "layer_norm": False},
+        }
+        critic.update(plain | forms[drawn["algorithm"]])
+    if drawn["algorithm"] == "ddpg":
+        critic["copies"] = 1
+    critic["drop"] %= critic["copies"] * critic["quantiles"]
+    critic["subset"] = min(critic["subset"], critic["copies"])
+    replay.update(sampler="uniform", ratio=0.0, retention="fifo", hindsight="none")
+    drawn["adaptive"]["moves"], drawn["exploration"]["gsde"] = "nothing", False
     assume(drawn["name"] is None or slug(drawn["name"]))
     return Config(**drawn)
 
@@ -259,7 +298,7 @@ def test_a_value_out_of_range_is_named_with_what_was_found(
         ({"name": "../.."}, ("name", "'../..'")),
         ({"spiking": {"output_connections": True}}, ("output_connections", "'rate'")),
         ({"spiking": {"neuron": "clif", "backend": "native"}}, ("'clif'", "'native'")),
-        ({"spiking": {"surrogate_returns": [5, 5]}}, ("surrogate_returns", "5.0")),
+        ({"spiking": {"surrogate_width": "return:3:1:5..5"}}, ("surrogate_width", "5.0")),
     ],
 )
 def test_contradictions_name_both_sides(layer: dict[str, Any], names: tuple[str, ...]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Call, tiny
+from conftest import ROOT, Call, comparable, differences, load_state, tiny
 
 import runner
-from sansac import config, spiking
+from sansac import config, family, spiking
 from sansac.config import Actor, ConfigError, Spiking, load_yaml, resolve
 from sansac.manager import Manager
 from sansac.spiking import SpikingActor
@@ -139,7 +139,10 @@ def test_the_example_is_a_neuron_of_30_lines(example: str) -> None:
 
 def test_the_example_trains_and_loads(example: str, tmp_path: Path) -> None:
     """With everything that stays the package's: thresholds, schedules, normalisation, resumes."""
-    parts = {"neuron": "dynamic", "learn_threshold": True, "surrogate_start": 2.0, "time_steps": 3}
+    parts = {
+        "neuron": "dynamic", "learn_threshold": True, "surrogate_width": "linear:2:1",
+        "time_steps": 3,
+    }  # fmt: skip
     manager = Manager(tiny(tmp_path, san=True, spiking=parts, actor={"batch_norm": True}))
     assert manager.train()["firing_rate"]
     assert manager.backend == "spikingjelly"
@@ -164,3 +167,79 @@ def test_a_neuron_that_was_not_registered_is_refused_with_a_hint() -> None:
 def test_the_name_of_a_neuron_with_a_kernel_is_taken() -> None:
     with pytest.raises(ValueError, match="'lif' is computed by kernels"):
         spiking.register_neuron("lif")
+
+
+# ---- algorithms ----------------------------------------------------------------------------------
+
+
+def code_under(page: str, heading: str) -> str:
+    text = (ROOT / "docs" / page).read_text().partition(f"## {heading}")[2]
+    return re.findall(r"```python\n(.*?)```", text, re.S)[0]
+
+
+@pytest.fixture
+def regression() -> Iterator[None]:
+    """The page's algorithm, registered; it is gone afterwards."""
+    code = code_under("architecture.md", "Add your own algorithm")
+    exec(compile(code, "docs/architecture.md", "exec"), {})
+    yield
+    del family.ALGORITHMS["regression"]
+    config.ALGORITHM_NAMES.remove("regression")
+
+
+@pytest.mark.usefixtures("regression")
+@pytest.mark.parametrize("san", [False, True], ids=["dense", "spiking"])
+def test_an_algorithm_of_your_own_does_the_main_job(san: bool, tmp_path: Path) -> None:
+    """It trains with either actor, splits and resumes to the bit, draws by its TD errors, loads."""
+    changes: dict[str, Any] = {
+        "algorithm": "regression", "san": san,
+        "replay": {"sampler": "proportional", "correction": 0.5},
+    }  # fmt: skip
+    whole = Manager(tiny(tmp_path / "whole", **changes))
+    assert len(whole.train()["returns"]) == 2
+    half = Manager(tiny(tmp_path / "half", **changes, total_steps=80))
+    half.train()
+    resumed = Manager.resume(half.directory, total_steps=160)
+    resumed.train()
+    left, right = comparable(whole.directory), comparable(resumed.directory)
+    assert not differences(left["state"]["algorithm"], right["state"]["algorithm"])
+    assert whole.directory.name.startswith("regression-")
+    again = Manager.load(whole.directory)
+    assert again.evaluate(episodes=2)["returns"] == whole.evaluate(episodes=2)["returns"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("regression")
+def test_an_algorithm_of_your_own_learns(tmp_path: Path) -> None:
+    """Better than the policy it starts with, whose return on Pendulum is about -1200."""
+    made = config.Config.for_env(
+        "Pendulum-v1", algorithm="regression", total_steps=8000, final_episodes=10, eval_every=0,
+        video=False, wandb="disabled", runs_dir=str(tmp_path),
+    )  # fmt: skip
+    assert Manager(made).train()["return_mean"] > -700
+
+
+def test_the_callback_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    scope: dict[str, Any] = {}
+    exec(compile(code_under("algorithms.md", "Callbacks"), "docs/algorithms.md", "exec"), scope)
+    manager = scope["manager"]
+    assert manager.finished and manager.step == 1200
+    state = load_state(manager.directory)["callbacks"]
+    assert state["Slump-0"]["best"] == float("-inf"), "there was no evaluation on the way"
+    slump = scope["Slump"](500)
+    for mean, over in ((-900.0, False), (-300.0, False), (-700.0, False), (-801.0, True)):
+        slump.evaluation(manager, {"return_mean": mean})
+        assert slump.done(manager) == over
+
+
+def test_the_page_on_algorithms_names_every_one_and_every_option() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    assert all(f"| `{name}` |" in page for name in config.ALGORITHM_NAMES)
+    sections = {"replay": config.Replay, "exploration": config.Exploration, "td3": config.Td3}
+    for prefix, section in (sections | {"adaptive": config.Adaptive}).items():
+        for name in section.model_fields:
+            option = f"{prefix}.{name}"
+            found = option in page or option.replace("_", "-") in page
+            assert found or option in ("replay.capacity", "td3.smoothing", "td3.smoothing_clip")

@@ -478,7 +478,7 @@ def test_wandb_offline_holds_the_run(run_dir: Path, capfd: pytest.CaptureFixture
     ]
     (run,) = [record["run"] for record in records if record["type"] == "run"]
     assert run["run_group"] == "Pendulum-v1/spiking"
-    assert run["tags"] == ["Pendulum-v1", "spiking"]
+    assert run["tags"] == ["Pendulum-v1", "spiking", "sac"]
     assert (run["project"], run["display_name"], run["job_type"]) == (
         "project",
         "spiking-s0",

@@ -20,6 +20,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sansac.callbacks import StopAtReturn
 from sansac.checkpoint import CheckpointError, locked, read_config, read_record
 from sansac.config import Config, ConfigError
 from sansac.environments import NonFiniteError
@@ -68,7 +69,7 @@ def terminate_at(manager: Manager, step: int, method: str = "learn") -> None:
 
 STACKS: dict[str, dict[str, Any]] = {
     "pendulum-dense": {
-        "learning": {"n_step": 3, "anneal": 0.5},
+        "learning": {"n_step": 3, "rate_factor": "linear:1:0.1:0.5..1"},
         "actor": {"batch_norm": True, "average": 0.1},
     },
     "pendulum-spiking": {
@@ -89,8 +90,7 @@ STACKS: dict[str, dict[str, Any]] = {
         "spiking": {
             "encoder": "poisson", "decoder": "population", "neuron": "plif", "time_steps": 3,
             "learn_threshold": True, "output_connections": True, "charge_noise": 0.1,
-            "transmission_noise": 0.1, "firing_penalty": 1.0, "surrogate_start": 3.0,
-            "surrogate_schedule": 1.0,
+            "transmission_noise": 0.1, "firing_penalty": 1.0, "surrogate_width": "linear:3:1",
         },
     },
     "pendulum-by-return": {
@@ -98,7 +98,7 @@ STACKS: dict[str, dict[str, Any]] = {
         "learning": {"update_to_data": 0.1},
         "spiking": {
             "encoder": "population-current", "decoder": "membrane", "neuron": "alif",
-            "surrogate_start": 3.0, "surrogate_returns": [-600.0, 0.0],
+            "surrogate_width": "return:3:1:-600..0",
         },
     },
     "walker-dense": {
@@ -111,7 +111,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "walker-spiking": {
         **WALKER,
         "san": True,
-        "learning": {"n_step": 3, "anneal": 0.4},
+        "learning": {"n_step": 3, "rate_factor": "linear:1:0.1:0.6..1"},
         "actor": {"batch_norm": True, "average": 0.2},
         "critic": {"quantiles": 5, "drop": 2},
     },
@@ -436,10 +436,11 @@ def test_the_arithmetic_of_the_ratio(ratio: Any, num_envs: int, starts: int, rou
     manager.step = manager.updates = 0
     manager.learn_seconds = 0.0
     manager.best_return = None
+    manager.update_to_data, manager.controllers, manager.metrics = float(ratio), {}, {}
 
     class Nothing:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *arguments: None
+        def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
+            return lambda *arguments: {}
 
     manager.algorithm = manager.replay = manager.progress = Nothing()  # type: ignore[assignment]
     for _ in range(rounds):
@@ -482,7 +483,7 @@ def test_every_finished_episode_is_logged(num_envs: int, tmp_path: Path) -> None
 
 def test_the_learning_rate_anneals_over_its_share(tmp_path: Path) -> None:
     rate = 3e-4
-    run = trained(tiny(tmp_path, learning={"anneal": 0.5})).directory
+    run = trained(tiny(tmp_path, learning={"rate_factor": "linear:1:0.1:0.5..1"})).directory
     for step, value in series(run, "sac/learning_rate"):
         left = 1 - step / 160
         factor = 1.0 if left >= 0.5 else 0.1 + 0.9 * left / 0.5
@@ -492,7 +493,7 @@ def test_the_learning_rate_anneals_over_its_share(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_surrogate_width_of_its_step(tmp_path: Path) -> None:
     """The first update after a resume uses it, and so does every one of an unbroken run."""
-    spiking = {"surrogate_start": 3.0, "surrogate_schedule": 1.0, "surrogate_width": 1.0}
+    spiking = {"surrogate_width": "linear:3:1"}
     manager = Manager(tiny(tmp_path, san=True, spiking=spiking))
     terminate_at(manager, 100)
     manager.train()
@@ -683,7 +684,8 @@ def test_training_stops_at_a_return(tmp_path: Path) -> None:
 
 def test_the_threshold_is_the_environments_own(tmp_path: Path) -> None:
     manager = Manager(tiny(env="BipedalWalker-v3", env_kwargs={}, stop_at_return="threshold"))
-    assert manager.stop_at == 300
+    (stopping,) = manager.callbacks
+    assert isinstance(stopping, StopAtReturn) and stopping.threshold == 300
     with pytest.raises(ConfigError, match="stop_at_return: 'Pendulum-v1' names no threshold"):
         Manager(tiny(stop_at_return="threshold"))
     with pytest.raises(ConfigError, match="give a number"):
@@ -881,8 +883,9 @@ def test_an_evaluation_lists_what_it_did(tmp_path: Path) -> None:
     seen: list[float] = []
     result = manager.evaluate(episodes=3, seed=2, on_episode=seen.append)
     assert list(result) == [
-        "env", "actor", "checkpoint", "step", "episodes", "seed", "returns", "return_mean",
-        "return_std", "return_iqm", "return_min", "return_max", "length_mean", "firing_rate",
+        "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "returns",
+        "return_mean", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
+        "firing_rate",
     ]  # fmt: skip
     assert result["returns"] == seen and result["actor"] == "spiking"
     assert result["checkpoint"] is None and result["length_mean"] == 40

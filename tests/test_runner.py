@@ -23,7 +23,7 @@ from sansac.checkpoint import read_config, read_record
 from sansac.manager import Manager
 
 KEYS = [
-    "env", "actor", "checkpoint", "step", "episodes", "seed", "returns", "return_mean",
+    "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "returns", "return_mean",
     "return_std", "return_iqm", "return_min", "return_max", "length_mean",
 ]  # fmt: skip
 

@@ -833,7 +833,7 @@ def widths(actor: SpikingActor) -> float:
 
 
 def test_surrogates_narrow_over_their_share_of_training() -> None:
-    actor = make_actor(surrogate_start=3.0, surrogate_schedule=0.5, surrogate_width=1.0)
+    actor = make_actor(surrogate_width="linear:3:1:0..0.5")
     moved = []
     for progress in (0.0, 0.1, 0.25, 0.4, 0.5, 0.9, 1.1):
         actor.set_progress(progress, best_return=99.0)
@@ -843,7 +843,7 @@ def test_surrogates_narrow_over_their_share_of_training() -> None:
 
 def test_surrogates_narrow_with_the_return() -> None:
     """Whatever the share of training; before the first evaluation they stay as they start."""
-    actor = make_actor(surrogate_start=3.0, surrogate_returns=(-100.0, 300.0))
+    actor = make_actor(surrogate_width="return:3:1:-100..300")
     moved = []
     for best in (None, -200.0, -100.0, 0.0, 100.0, 300.0, 400.0):
         actor.set_progress(0.9, best)
@@ -855,7 +855,7 @@ def test_surrogates_narrow_with_the_return() -> None:
 def test_a_scheduled_width_is_the_width_of_the_gradient(neuron_kind: str) -> None:
     """In the kernels and in neurons that are stepped."""
     stack: dict[str, Any] = {"neuron": neuron_kind, "time_steps": 3, "surrogate": "triangle"}
-    moving = make_actor(surrogate_start=4.0, surrogate_width=1.0, **stack)
+    moving = make_actor(surrogate_width="linear:4:1:0..0.5", **stack)
     for progress, width in ((0.0, 4.0), (0.25, 2.5), (1.0, 1.0)):
         moving.set_progress(progress)
         still = gradients(make_actor(surrogate_width=width, **stack), observations())
@@ -863,7 +863,7 @@ def test_a_scheduled_width_is_the_width_of_the_gradient(neuron_kind: str) -> Non
             torch.testing.assert_close(slope, still[name], rtol=1e-6, atol=1e-7)
 
 
-def test_without_a_start_the_width_stays() -> None:
+def test_without_a_schedule_the_width_stays() -> None:
     actor = make_actor(surrogate_width=0.7)
     actor.set_progress(0.0)
     assert widths(actor) == 0.7
