@@ -25,7 +25,7 @@ from benchmarks.contenders import ENV, Setup
 from benchmarks.train import about_text, machine, write_block
 from sansac.callbacks import Callback
 from sansac.checkpoint import write_atomically
-from sansac.config import Config
+from sansac.config import Config, resolve
 from sansac.manager import Manager
 
 EPISODES, WANTED = 100, 300.0
@@ -51,31 +51,33 @@ class Reached(Callback):
         return self.found
 
 
-def run(san: bool, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
+def configuration(san: bool, seed: int, asked: argparse.Namespace) -> Config:
+    return Config.for_env(
+        ENV,
+        san=san,
+        seed=seed,
+        threads=asked.threads,
+        total_steps=asked.total_steps,
+        eval_every=asked.eval_every,
+        eval_episodes=10,
+        final_episodes=1,
+        video=False,
+        wandb="disabled",
+    )
+
+
+def run(config: Config) -> dict[str, Any]:
     """One run, until it is found or to its end; minutes are of collecting and learning."""
     started = time.perf_counter()
+    reached = Reached()
     with tempfile.TemporaryDirectory() as directory:
-        config = Config.for_env(
-            ENV,
-            san=san,
-            seed=seed,
-            threads=asked.threads,
-            total_steps=asked.total_steps,
-            eval_every=asked.eval_every,
-            eval_episodes=10,
-            final_episodes=1,
-            video=False,
-            wandb="disabled",
-            runs_dir=directory,
-        )
-        reached = Reached()
-        manager = Manager(config, callbacks=[reached])
+        manager = Manager(resolve(config.dump(), {"runs_dir": directory}), callbacks=[reached])
         manager.train()
     if manager.interrupted:  # the manager took the signal for itself
         raise KeyboardInterrupt
     return {
         "actor": config.actor_name,
-        "seed": seed,
+        "seed": config.seed,
         "found": reached.found,
         "minutes": (manager.collect_seconds + manager.learn_seconds) / 60,
         "minutes_in_all": (time.perf_counter() - started) / 60,
@@ -148,7 +150,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {"machine": machine(Setup(threads=asked.threads)), "runs": []}
     for seed in asked.seeds:
         for san in (True, False):
-            report["runs"].append(run(san, seed, asked))
+            report["runs"].append(run(configuration(san, seed, asked)))
             if asked.out is not None:  # after each run: all of them take an hour
                 text = json.dumps(report, indent=1) + "\n"
                 write_atomically(asked.out, lambda file, text=text: file.write(text.encode()))

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny
 from matplotlib.image import imread
 from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import contenders, costs, train
+from benchmarks import contenders, costs, minutes, train
 from benchmarks.contenders import QUICK, Setup
 from sansac.algorithm import SAC
 from sansac.config import load_yaml
@@ -178,6 +179,23 @@ def test_plain_forms_learn_what_ours_learn(part: str, monkeypatch: pytest.Monkey
         contenders.FAMILIES["updates"][contender](setup)()
         learned.append(parameters_to_vector(made[0].critic.parameters()))
     torch.testing.assert_close(learned[0], learned[1], rtol=1e-3, atol=1e-5)
+
+
+def test_minutes_end_where_fresh_episodes_return_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few episodes make a candidate, others decide; a run that never gets there is endless."""
+    monkeypatch.setattr(minutes, "EPISODES", 3)
+    monkeypatch.setattr(minutes, "WANTED", -math.inf)
+    found = minutes.run(tiny(san=True))
+    assert found["found"] and found["step"] == 80  # the first evaluation after an update
+    (candidate,) = found["candidates"]
+    assert candidate["return_min"] <= candidate["return_mean"]
+    monkeypatch.setattr(minutes, "WANTED", 0.0)  # no pendulum returns more
+    missed = minutes.run(tiny())
+    assert not missed["found"] and missed["step"] == 160 and missed["candidates"] == []
+    assert 0 < missed["minutes"] < missed["minutes_in_all"]
+    assert minutes.medians([found, missed]) == {"spiking": found["minutes"], "dense": math.inf}
+    page = minutes.markdown({"machine": train.machine(Setup()), "runs": [found, missed]})
+    assert "| dense | 0 | not in" in page and "dense: median seed inf minutes" in page
 
 
 @pytest.mark.slow
