@@ -108,14 +108,14 @@ class SAC(OffPolicy):
         metrics = {"sac/alpha": alpha}
 
         if acting:
-            self._set_training(True)  # batch statistics, where a stack has them, here alone
+            self.set_training(True)  # batch statistics, where a stack has them, here alone
             action, log_prob = self._sample(batch.observation)
-            self._set_training(False)
+            self.set_training(False)
         with torch.no_grad():
             next_action, next_log_prob = self._sample(batch.next_observation)
 
         critic_loss, prediction = self.critic_loss(batch, next_action, next_log_prob, alpha)
-        self._step(critic_loss, "critic")
+        self.optimize(critic_loss, "critic")
         metrics["loss/critic"] = critic_loss.detach()
         metrics["sac/q_mean"] = prediction.detach().mean()
 
@@ -133,10 +133,10 @@ class SAC(OffPolicy):
         metrics["loss/actor"] = loss.detach()
         metrics["sac/entropy"] = -log_prob.detach().mean()
         if "temperature" not in self.optimizers:
-            return self._step(loss, "actor")
+            return self.optimize(loss, "actor")
         temperature_loss = self.temperature_loss(log_prob)
         metrics["loss/temperature"] = temperature_loss.detach()
-        self._step(loss + temperature_loss, "actor", "temperature")
+        self.optimize(loss + temperature_loss, "actor", "temperature")
 
     def _sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = self.actor(observation, self.noise)

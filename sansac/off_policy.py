@@ -115,12 +115,12 @@ class OffPolicy:
         predicted = self.prediction.detach().mean(-1)
         return (predicted - self.target.mean(-1)).abs().mean(0)
 
-    def _set_training(self, mode: bool) -> None:
+    def set_training(self, mode: bool) -> None:
         """`actor.train(mode)` for the few modules that read it: to visit all takes time."""
         for module in (self.actor, *self.batch_norms):
             module.training = mode
 
-    def _step(self, loss: Tensor, *names: str) -> None:
+    def optimize(self, loss: Tensor, *names: str) -> None:
         """A step of the named optimisers; gradients reach their parameters and no others."""
         optimizers = [self.optimizers[name] for name in names]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -63,16 +63,16 @@ class SACV(SAC):
         acting = self.updates % self.config.learning.policy_delay == 0
         metrics = {"sac/alpha": alpha}
 
-        self._set_training(True)  # batch statistics, where a stack has them, here alone
+        self.set_training(True)  # batch statistics, where a stack has them, here alone
         action, log_prob = self._sample(batch.observation)
-        self._set_training(False)
+        self.set_training(False)
 
         value_loss = self.value_loss(batch, action, log_prob, alpha)
-        self._step(value_loss, "value")
+        self.optimize(value_loss, "value")
         metrics["loss/value"] = value_loss.detach()
 
         critic_loss, prediction = self.q_loss(batch)
-        self._step(critic_loss, "critic")
+        self.optimize(critic_loss, "critic")
         metrics["loss/critic"] = critic_loss.detach()
         metrics["sac/q_mean"] = prediction.detach().mean()
 

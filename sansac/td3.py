@@ -98,15 +98,15 @@ class TD3(OffPolicy):
         batch, config = self.normalized(batch), self.config
         self.updates += 1
         critic_loss, prediction = self.critic_loss(batch, self.smoothed(batch.next_observation))
-        self._step(critic_loss, "critic")
+        self.optimize(critic_loss, "critic")
         metrics = {"loss/critic": critic_loss.detach(), "sac/q_mean": prediction.detach().mean()}
 
         if self.updates % config.learning.policy_delay == 0:
-            self._set_training(True)  # batch statistics, where a stack has them, here alone
+            self.set_training(True)  # batch statistics, where a stack has them, here alone
             action = torch.tanh(self.actor(batch.observation, self.noise)[0])
-            self._set_training(False)
+            self.set_training(False)
             actor_loss = self.actor_loss(batch.observation, action)
-            self._step(actor_loss, "actor")
+            self.optimize(actor_loss, "actor")
             metrics["loss/actor"] = actor_loss.detach()
             if self.proxy:
                 metrics["loss/proxy"] = self.fit_proxy(batch.observation)
@@ -132,7 +132,7 @@ class TD3(OffPolicy):
             action = torch.tanh(self.actor(observation)[0])
         for _ in range(self.config.td3.proxy_updates):
             loss = self.proxy_loss(observation, action)
-            self._step(loss, "proxy")
+            self.optimize(loss, "proxy")
         return loss.detach()
 
     # -- state -------------------------------------------------------------------------------
