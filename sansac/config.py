@@ -184,6 +184,9 @@ class Actor(Section):
     reestimate_every: Annotated[Int, Field(ge=0)] = 0
     """Updates between re-estimations of BatchNorm's running statistics from replay (CaRe-BN);
     0: never."""
+    levels: Annotated[Int, Field(ge=0)] = 0
+    """Values that a dense actor's activations take, evenly from 0 to 1, rounded with a
+    straight-through gradient: T + 1 of them are the rates of T time steps; 0: ReLU."""
     average: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the current weights that enters, each update, the average that is evaluated and
     saved as the policy; 1 evaluates the current weights."""
@@ -472,6 +475,11 @@ class Config(Section):
             )
         if self.actor.layer_norm and self.actor.batch_norm:
             raise ValueError("actor.layer_norm and actor.batch_norm exclude each other: choose one")
+        if self.actor.levels == 1 or (self.actor.levels and self.san):
+            raise ValueError(
+                f"actor.levels ({self.actor.levels}) quantises a dense actor's activations: "
+                "expected 2 or more without --san (where spiking.time_steps does it), or 0 for ReLU"
+            )
         spiking = self.spiking
         if spiking.output_connections and spiking.decoder != "population":
             raise ValueError(

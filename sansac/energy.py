@@ -134,7 +134,7 @@ def product(x: Tensor, fan_out: int, spikes: bool, output: Tensor | None = None)
 
 def dense_products(actor: DenseActor, x: Tensor) -> Iterator[Product]:
     for layer, norm in zip(actor.layers, actor.norms, strict=True):
-        y = torch.relu(norm(layer(x)))
+        y = actor.activation(norm(layer(x)))
         yield product(x, y.shape[-1], False, y)
         x = y
     yield product(x, actor.mean.out_features, False)

@@ -66,6 +66,8 @@ def check_exportable(algorithm: OffPolicy, format: Format) -> None:
     if not isinstance(actor, SpikingActor):
         if format == "nir":
             refuse(format, "a dense actor has no neurons", "--format onnx, or an agent of --san")
+        if config.actor.levels and format == "c":
+            refuse(format, "its dense activations are ReLUs", "--format onnx, or actor.levels 0")
     else:
         spiking = actor.config
         if spiking.neuron not in FUSED:

@@ -21,12 +21,14 @@ from sansac.spiking import FUSED, SpikingActor, SpikingLayer
 def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
     """The policy as it is now; None where C does not compute it.
 
-    It does on a CPU with a compiler, without LayerNorm, for a dense actor, and for a spiking one of
-    the encoder `current`, the decoder `rate`, the neurons `lif`, `plif` or `cuba` and the backend
-    `native`.
+    It does on a CPU with a compiler, without LayerNorm: for a dense actor with ReLU, for a spiking
+    one of the encoder `current`, the decoder `rate`, the neurons `lif`, `plif` or `cuba` and of
+    the backend `native`.
     """
     actor, on_cpu = algorithm.policy_actor, algorithm.device.type == "cpu"
     if not on_cpu or any(isinstance(module, nn.LayerNorm) for module in actor.modules()):
+        return None
+    if algorithm.config.actor.levels:
         return None
     backend = "auto"
     neurons: list[kernels.Neuron] = []

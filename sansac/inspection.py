@@ -14,7 +14,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sansac.checkpoint import write_atomically
@@ -196,7 +195,7 @@ def trace(actor: DenseActor | SpikingActor, observations: Tensor) -> list[Layer]
     if isinstance(actor, DenseActor):
         outputs, x = [], observations
         for linear, norm in zip(actor.layers, actor.norms, strict=True):
-            x = F.relu(norm(linear(x)))
+            x = actor.activation(norm(linear(x)))
             outputs.append(x[:, None].cpu().numpy())
         return [Layer(f"layer {i}", x, by_phase(x)) for i, x in enumerate(outputs)]
     config = actor.config
@@ -258,7 +257,7 @@ def tuning(
         swept[..., entry] = values[:, None]
         x = swept.flatten(0, 1)
         if isinstance(actor, DenseActor):
-            response = F.relu(actor.norms[0](actor.layers[0](x)))
+            response = actor.activation(actor.norms[0](actor.layers[0](x)))
         else:
             drive = x if actor.encoder is None else actor.encoder(x)
             response = actor.layers[0](drive, "mean")

@@ -246,7 +246,7 @@ def fold_batch_norm(actor: Actor) -> Actor:
 
 
 class DenseActor(nn.Module):
-    """ReLU multilayer perceptron: normalised observations to a Gaussian before the tanh."""
+    """Multilayer perceptron: normalised observations to a Gaussian before the tanh."""
 
     def __init__(
         self, config: ActorConfig, observation_size: int, action_size: int, gsde: bool = False
@@ -255,6 +255,7 @@ class DenseActor(nn.Module):
         widths = [observation_size, *config.hidden]
         self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in pairwise(widths))
         self.norms = nn.ModuleList(normalisation(config, n) for n in config.hidden)
+        self.levels = config.levels
         self.mean = nn.Linear(widths[-1], action_size)
         head = StateDependentStd if gsde else nn.Linear
         self.log_std: nn.Module = head(widths[-1], action_size)
@@ -265,8 +266,16 @@ class DenseActor(nn.Module):
         """[B, obs] -> mean and log standard deviation, each [B, act]. There is no noise in it."""
         x = observation
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x)))
+            x = self.activation(norm(layer(x)))
         return self.mean(x), self.log_std(x).clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def activation(self, x: Tensor) -> Tensor:
+        """ReLU; or of `levels` values from 0 to 1 the nearest, whose gradient is the clip's
+        (straight-through, Bengio et al. 2013, arXiv:1308.3432)."""
+        if not self.levels:
+            return F.relu(x)
+        clipped, steps = x.clamp(0, 1), self.levels - 1
+        return clipped + ((clipped * steps).round() / steps - clipped).detach()
 
     def penalty(self) -> float:
         """Nothing is added to the actor's loss."""

@@ -154,6 +154,8 @@ def configs(draw: st.DrawFn) -> Config:
     if drawn["algorithm"] == "ddpg":
         critic["copies"] = 1
     critic["drop"] %= critic["copies"] * critic["quantiles"]
+    levels = drawn["actor"]["levels"]
+    drawn["actor"]["levels"] = 0 if drawn["san"] or levels == 1 else levels
     critic["subset"] = min(critic["subset"], critic["copies"])
     replay.update(sampler="uniform", ratio=0.0, retention="fifo", hindsight="none")
     drawn["adaptive"]["moves"], drawn["exploration"]["gsde"] = "nothing", False
@@ -285,6 +287,8 @@ def test_a_value_out_of_range_is_named_with_what_was_found(
     ("layer", "names"),
     [
         ({"replay": {"capacity": 255}}, ("learning.batch_size (256)", "replay.capacity (255)")),
+        ({"actor": {"levels": 1}}, ("actor.levels (1)", "2 or more")),
+        ({"san": True, "actor": {"levels": 3}}, ("actor.levels (3)", "spiking.time_steps")),
         (
             {"learning": {"learning_starts": 100}},
             ("learning.learning_starts (100)", "learning.batch_size (256)"),

@@ -385,6 +385,9 @@ REFUSED: dict[str, tuple[export.Format, dict[str, Any], str, dict[str, Any]]] = 
     ),
     "LayerNorm in C": ("c", {"actor": {"layer_norm": True}}, "LayerNorm.*actor.batch_norm",
                        {"actor": {"layer_norm": False, "batch_norm": True}}),
+    "levels in C": (
+        "c", {"actor": {"levels": 3}}, "ReLUs.*actor.levels 0", {"actor": {"levels": 0}},
+    ),
     "connections in NIR": (
         "nir", {"san": True, "spiking": {"decoder": "population", "output_connections": True}},
         "connections.*no spiking.output_connections", {"spiking": {"output_connections": False}},

@@ -99,6 +99,13 @@ def test_other_stacks_stay_with_torch(actor: dict[str, Any], spiking: dict[str, 
     np.testing.assert_array_equal(Policy(sac, SCALE)(observation), expected)
 
 
+def test_a_dense_actor_of_few_levels_stays_with_torch() -> None:
+    sac = agent(san=False, actor={"levels": 3})
+    assert action_mean(sac) is None
+    expected = sac.act(torch.ones(1, 7)).numpy()[0]
+    np.testing.assert_array_equal(Policy(sac, SCALE)(np.ones(7, np.float32)), expected)
+
+
 @pytest.mark.parametrize("average", [1.0, 0.1])
 @pytest.mark.parametrize("san", [False, True])
 def test_a_policy_follows_the_weights(san: bool, average: float) -> None:

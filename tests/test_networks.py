@@ -515,6 +515,25 @@ def test_without_normalisation_folding_is_a_copy(kind: str) -> None:
     assert not {id(p) for p in folded.parameters()} & {id(p) for p in actor.parameters()}
 
 
+# ---- a dense actor of few levels -----------------------------------------------------------------
+
+
+def test_levels_are_the_nearest_of_evenly_spaced_values_and_learn_through_the_clip() -> None:
+    actor = DenseActor(Actor(hidden=(4,), levels=3), 1, 1)
+    x = torch.tensor([-1.0, 0.2, 0.3, 0.7, 0.8, 2.0], requires_grad=True)
+    y = actor.activation(x)
+    assert y.tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 1, 1, 0]
+
+
+def test_rates_of_t_steps_are_among_t_plus_1_levels() -> None:
+    spiking = SpikingActor(Actor(hidden=(64,)), Spiking(time_steps=4), 8, 2)
+    rates = torch.stack([t.spikes.mean(0) for t in spiking.trace(5 * torch.randn(512, 8))])
+    values = DenseActor(Actor(levels=5), 8, 2).activation(torch.linspace(-1, 2, 1000))
+    assert set(rates.unique().tolist()) <= set(values.unique().tolist())
+
+
 # ---- quantile Huber loss -------------------------------------------------------------------------
 
 
