@@ -53,8 +53,8 @@ def _key_values(words: list[str]) -> dict[str, Any]:
         if not (key and equals):
             raise ValueError(f"expected KEY=VALUE, found {key!r}")
     try:
-        return {key: yaml.safe_load(value) for key, _, value in pairs}
-    except yaml.YAMLError as error:
+        return {key: plain_yaml(value) for key, _, value in pairs}
+    except ValueError as error:
         raise ValueError(f"a value is not valid YAML: {error}") from None
 
 
@@ -428,16 +428,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists() and len(path.parts) == 1 and not path.suffix:
         path = CONFIGS / f"{path}.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = plain_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if content is None:
         return {}
     if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
         raise ConfigError(f"{path} must hold `key: value` lines, found {content!r:.60}")
     return content
+
+
+def plain_yaml(text: str) -> Any:
+    """Numbers, strings, lists and mappings. Raises ValueError for anything else, and for aliases:
+    a short text of them stands for more than any memory holds."""
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"it has an alias, *{event.anchor}: write out what it stands for")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, TypeError, RecursionError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
 
 
 def merge(*layers: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sansac import kernels
 from sansac.algorithm import SAC, averaged
 from sansac.environments import (
     EVALUATION,
+    MAX_EPISODE_STEPS,
     ActionScale,
     Episodic,
     MakeEnv,
@@ -23,8 +24,6 @@ from sansac.environments import (
 from sansac.inference import action_mean
 from sansac.spiking import SpikingActor
 from sansac.statistics import iqm
-
-MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
 
 
 class Policy:
@@ -113,7 +112,7 @@ def evaluate(
     the policy and its seed. Returns `returns`, their statistics, `length_mean` and, for a spiking
     actor, `firing_rate` a layer; None where `should_stop` cut it short.
     """
-    env = Episodic(make_env())
+    env = Episodic(make_env(), role="evaluation environment")
     returns: list[float] = []
     lengths: list[int] = []
     rates: list[list[float]] = []

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from operator import attrgetter
@@ -27,6 +27,7 @@ from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
     ActionScale,
+    EnvironmentFault,
     MakeEnv,
     NonFiniteError,
     Rollout,
@@ -169,7 +170,8 @@ class Manager:
             try:
                 return self._train()
             except BaseException:
-                self._record("failed")
+                with suppress(OSError):  # a disk that is full: what it was is told all the same
+                    self._record("failed")
                 raise
             finally:
                 self._ended = True
@@ -184,7 +186,13 @@ class Manager:
         config, run_dir = self.config, self.directory
         description = f"{config.env} {config.actor_name}"
         with (
-            Logger(config, run_dir, device=self.device, resume_step=self.step or None) as logger,
+            Logger(
+                config,
+                run_dir,
+                device=self.device,
+                resume_step=self.step or None,
+                hurried=lambda: bool(self.interrupted),
+            ) as logger,
             Progress(config.total_steps, self.step, description) as progress,
             self.opened(progress),
         ):
@@ -204,7 +212,7 @@ class Manager:
                 if crossed(self.step, self.evaluated_step, config.eval_every):
                     due |= bool(self._evaluate_and_keep_best())
                 if due:
-                    self.save_checkpoint()
+                    self._save_or_warn(self.save_checkpoint)
                 if self._done():
                     break
                 self.collect()
@@ -222,8 +230,6 @@ class Manager:
             else:
                 self._record("interrupted")
                 progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
-            if self.interrupted:
-                logger.close(timeout=5)  # a cluster kills what takes long to stop
             return result
 
     def collect(self) -> None:
@@ -282,7 +288,10 @@ class Manager:
     def _illustrate(self) -> None:
         """The picture and the video of a finished run, and what online services keep of it."""
         config, run_dir = self.config, self.directory
-        plot_learning_curve(run_dir)
+        try:
+            plot_learning_curve(run_dir)
+        except OSError as error:
+            self.progress.note(f"no learning curve: {error}")
         if config.video:
             path = run_dir / "videos" / f"step-{self.step}.mp4"
             try:
@@ -384,6 +393,7 @@ class Manager:
         The last evaluation runs on seed 0, the same unseen episodes for every run.
         """
         started = time.perf_counter()
+        self._check_finite()
         seed = self.step if episodes is None else 0
         result = self.evaluate(episodes or self.config.eval_episodes, seed)
         if not result:
@@ -404,7 +414,8 @@ class Manager:
         learned = self.updates > 0 or episodes is not None  # untrained, none is worth keeping
         if learned and (self.best_return is None or mean > self.best_return):
             self.best_return = mean
-            checkpoint.save(self.directory / "checkpoints" / "best.pt", self._state())
+            best = self.directory / "checkpoints" / "best.pt"
+            self._save_or_warn(lambda: checkpoint.save(best, self._state()))
         return result
 
     # -- logging -----------------------------------------------------------------------------
@@ -414,14 +425,9 @@ class Manager:
         self.logger.log(step=self.step, updates=self.updates, time=seconds, values=values)
 
     def _log_training(self) -> None:
-        """A row of the last update's numbers. Raises NonFiniteError where a loss has blown up."""
+        """A row of the last update's numbers. Raises NonFiniteError where learning has blown up."""
+        self._check_finite()
         values: dict[str, Any] = {"train/buffer_size": self.replay.size, **self.metrics}
-        for tag in ("loss/critic", "loss/actor"):
-            if self.metrics and not math.isfinite(float(self.metrics[tag])):
-                raise NonFiniteError(
-                    f"{tag} is {float(self.metrics[tag])} at step {self.step}, update "
-                    f"{self.updates}: lower the learning rates or scale the reward down"
-                )
         actor = self.algorithm.actor
         if self.batch and isinstance(actor, SpikingActor):
             values |= actor.statistics(self.algorithm.normalize(self.batch.observation))
@@ -438,6 +444,18 @@ class Manager:
         if self.checkpoint_seconds:
             values["perf/checkpoint_seconds"], self.checkpoint_seconds = self.checkpoint_seconds, 0
         self._log(values | self.logger.gpu_metrics())
+
+    def _check_finite(self) -> None:
+        """Raises NonFiniteError for a loss or a weight that is none, before it is kept as good."""
+        when = f"at step {self.step}, update {self.updates}"
+        advice = "lower the learning rates or scale the reward down"
+        for tag in ("loss/critic", "loss/actor"):
+            if self.metrics and not math.isfinite(float(self.metrics[tag])):
+                raise NonFiniteError(f"{tag} is {float(self.metrics[tag])} {when}: {advice}")
+        for part in ("actor", "critic"):
+            for name, weight in getattr(self.algorithm, part).named_parameters():
+                if not weight.isfinite().all():
+                    raise NonFiniteError(f"{part}: {name} is not finite {when}: {advice}")
 
     def _warn(self, values: Mapping[str, SupportsFloat]) -> None:
         """Say once what to try where a layer or the encoder is at fault."""
@@ -487,9 +505,13 @@ class Manager:
         }
 
     def save_checkpoint(self, keep: bool = True) -> None:
-        """Write last.pt, everything a resume needs; the old one becomes previous.pt if `keep`."""
+        """Write last.pt, everything a resume needs; the old one becomes previous.pt if `keep`.
+
+        Raises NonFiniteError, and CheckpointError where it cannot be written.
+        """
         started = time.perf_counter()
         self.saved_step = self.step
+        self._check_finite()
         directory = self.directory / "checkpoints"
         state = self._state() | {
             "replay": self.replay.state_dict(),
@@ -498,6 +520,13 @@ class Manager:
         }
         checkpoint.save(directory / "last.pt", state, directory / "previous.pt" if keep else None)
         self.checkpoint_seconds = time.perf_counter() - started
+
+    def _save_or_warn(self, save: Callable[[], None]) -> None:
+        """A full disk may be freed: training goes on, and the next interval tries again."""
+        try:
+            save()
+        except checkpoint.CheckpointError as error:
+            self.progress.note(f"warning: {error}; training goes on, what was saved before stands")
 
     @classmethod
     def resume(
@@ -549,7 +578,9 @@ class Manager:
         state = manager._read(file)
         with fitting(file):
             manager.algorithm.load_weights(state["algorithm"])
-        manager.step, manager.updates = (state["counters"][k] for k in ("step", "updates"))
+            manager.step, manager.updates = (
+                number_like(0, state["counters"][name]) for name in ("step", "updates")
+            )
         manager.run_dir, manager._ended = path, True
         manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
         return manager
@@ -587,7 +618,8 @@ class Manager:
             "actor": self.config.actor_name,
             "sizes": [self.observation_size, self.action_size],
         }
-        theirs = resolve(state["config"])
+        with fitting(path):
+            theirs = resolve(state["config"])
         found = {"env": theirs.env, "actor": theirs.actor_name, "sizes": state["sizes"]}
         for key, value in expected.items():
             if found[key] != value:
@@ -601,8 +633,8 @@ class Manager:
         state = self._read(path)
         with fitting(path):
             self.algorithm.load_state_dict(state["algorithm"])
-        for name in COUNTERS:
-            setattr(self, name, state["counters"][name])
+            for name in COUNTERS:
+                setattr(self, name, number_like(getattr(self, name), state["counters"][name]))
         self.measured = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
         self._resumed = state
         self.loaded_from = path.stem
@@ -625,7 +657,9 @@ class Manager:
                 device=self.device,
             )
             if self._resumed:
-                self._restore(progress)
+                path, _ = self._source
+                with fitting(path or Path()):
+                    self._restore(progress)
             yield
         finally:
             self.rollout.close()
@@ -639,7 +673,7 @@ class Manager:
         if "replay" in state:
             self.replay.load_state_dict(state["replay"])
             self.replay.pending["open"][:, fresh] = False  # their windows ended with the episode
-            self.metrics = state["metrics"]
+            self.metrics = {tag: value.reshape(()) for tag, value in state["metrics"].items()}
             self.batch = state["batch"] and Batch(**state["batch"])
         else:
             start = self.step + self.config.learning.learning_starts
@@ -657,11 +691,23 @@ class Manager:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where weights do not fit the networks of the configuration."""
+    """Raises CheckpointError where a checkpoint's parts do not fit what the configuration makes."""
     try:
         yield
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise checkpoint.CheckpointError(f"{path} does not fit its config: {error}") from None
+    except (checkpoint.CheckpointError, EnvironmentFault, NonFiniteError):
+        raise
+    except Exception as error:  # a file made by hand may hold anything in any place
+        reason = f"{type(error).__name__}: {error}"
+        raise checkpoint.CheckpointError(f"{path} does not fit its config: {reason}") from None
+
+
+def number_like(example: Any, value: Any) -> Any:
+    """A counter of a checkpoint. Raises TypeError where it is of another kind than `example`."""
+    if isinstance(example, tuple) and isinstance(value, tuple) and len(value) == len(example):
+        return tuple(map(number_like, example, value))
+    if type(value) is type(example) or (example is None and type(value) in (float, type(None))):
+        return value
+    raise TypeError(f"a counter is {value!r:.40}")
 
 
 def crossed(step: int, last: int, every: int) -> bool:
@@ -679,17 +725,42 @@ def stopping_return(config: Config, env: gym.Env) -> float | None:
 
 
 def check_memory(config: Config, observation_size: int, action_size: int, dtype: Any) -> None:
-    """Raises ConfigError where the full replay buffer would not fit this machine's memory."""
-    need = ReplayBuffer.bytes_needed(
+    """Raises ConfigError where the full replay buffer, and its copy while a checkpoint is written,
+    would not fit the memory that this process may use."""
+    need = 2 * ReplayBuffer.bytes_needed(
         config.replay.capacity, observation_size, action_size, 1 if dtype == np.uint8 else 4
     )
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > 0.9 * have:
-        fits = int(config.replay.capacity * 0.9 * have / need)
+    have = 0.9 * memory_limit()
+    if need > have:
+        fits = int(config.replay.capacity * have / need)
         raise ConfigError(
-            f"replay.capacity: {config.replay.capacity} transitions take {need / 2**30:.1f} GiB "
-            f"and this machine has {have / 2**30:.1f} GiB; at most {fits} fit"
+            f"replay.capacity: {config.replay.capacity} transitions take {need / 2**30:.1f} GiB, "
+            f"the copy of a checkpoint included, and {have / 2**30:.1f} GiB can be used here; at "
+            f"most {fits} fit"
         )
+
+
+def memory_limit() -> int:
+    """Bytes that this process may use: the machine's, what its control groups allow, and what is
+    left of its own address space."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kind, group = line.split(":", 2)
+            root, file = {
+                "": ("/sys/fs/cgroup", "memory.max"),
+                "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+            }.get(kind, ("", ""))
+            place = Path(root + group)
+            for directory in (place, *place.parents) if root else ():
+                with suppress(OSError, ValueError):  # none there, or "max"
+                    limits.append(int((directory / file).read_text()))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        with suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limits.append(max(0, address_space - pages * os.sysconf("SC_PAGE_SIZE")))
+    return min(limits)
 
 
 def refuse_other_changes(old: Config, new: Config) -> None:
