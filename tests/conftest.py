@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -206,18 +206,19 @@ sys.exit(runner.main(sys.argv[1:]))
 """
 
 
-def start(*words: str, new_group: bool = False) -> subprocess.Popen[str]:
+def start(
+    *words: str | Path, new_group: bool = False, env: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> subprocess.Popen[str]:  # fmt: skip
     """A Python process of its own, if wanted in a process group of its own, with sansac on its
-    path."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path; `env` adds to the environment, `options` are Popen's."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environment,
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         start_new_session=new_group,
+        **{"cwd": ROOT, **pipes, **options},
     )
 
 
