@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT_VERSION = 1
+# What readers of a run's final evaluation, in run.json, find there.
+FINAL = {
+    "return_mean": float, "return_std": float, "returns": list, "step": int, "seed": int,
+    "episodes": int,
+}  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
@@ -192,4 +197,12 @@ def read_record(run_dir: Path) -> dict[str, Any]:
         record = json.loads((run_dir / "run.json").read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return {}
+    final = record.get("final")
+    if final and not (
+        isinstance(final, dict)
+        and all(type(final.get(name)) is kind for name, kind in FINAL.items())
+    ):
+        return {}
+    return record

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DEPTH = 50  # of nested lists and mappings in a file
 SPACE = "tune"  # the section of a preset that is a search space and no part of a configuration
 QUIET = {"video": False, "wandb": "disabled"}  # what trials of a search are, unless told otherwise
 # Set while flags are still to be laid over: fields may contradict each other until then.
@@ -440,15 +441,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+class PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, of which a short text stands for more than any memory holds, and not
+    nested beyond what a configuration needs. Raises ValueError."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*name): write out what it stands for")
+        if self.depth >= DEPTH:
+            raise ValueError(f"it is nested more than {DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def plain_yaml(text: str) -> Any:
-    """Numbers, strings, lists and mappings. Raises ValueError for anything else, and for aliases:
-    a short text of them stands for more than any memory holds."""
+    """Numbers, strings, lists and mappings. Raises ValueError for anything else."""
     try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"it has an alias, *{event.anchor}: write out what it stands for")
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, TypeError, RecursionError) as error:
+        return yaml.load(text, PlainLoader)
+    except (yaml.YAMLError, TypeError) as error:
         raise ValueError(str(error) or type(error).__name__) from None
 
 

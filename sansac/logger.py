@@ -290,7 +290,12 @@ def parse_row(line: bytes) -> Row | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    return row if all(v is None or type(v) in (int, float) for v in row.values()) else None
+    return row if all(v is None or is_number(v) for v in row.values()) else None
+
+
+def is_number(value: Any) -> bool:
+    """A number that a float holds."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 # -- services --------------------------------------------------------------------------------------
