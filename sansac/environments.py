@@ -368,14 +368,21 @@ class Rollout:
 
 
 def in_processes(makers: list[MakeEnv]) -> AsyncVectorEnv:
-    """Each environment in a process of its own; none is left where one of them cannot be made."""
+    """Each environment in a process of its own; none is left where one of them cannot be made.
+
+    Raises EnvironmentFault where a process ends before it has made its environment.
+    """
     others = multiprocessing.active_children()
     try:
         return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED, context="spawn")
-    except BaseException:
+    except BaseException as error:
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()
+        if isinstance(error, (OSError, EOFError)):
+            raise EnvironmentFault(
+                "a process could not make its environment (async_envs)"
+            ) from None
         raise
 
 

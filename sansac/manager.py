@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import platform
 import resource
@@ -239,7 +240,11 @@ class Manager:
         warming_up = self.step < self.config.learning.learning_starts
         explore = self.algorithm.explore_uniformly if warming_up else self.algorithm.explore
         action = explore(observation).cpu().numpy()
-        step = self.rollout.step(self.scale(action))
+        try:
+            step = self.rollout.step(self.scale(action))
+        except NonFiniteError:
+            self._check_finite()  # where learning has blown up, that is the source
+            raise
         self.replay.add(
             step.observation,
             action,
@@ -685,6 +690,8 @@ class Manager:
     def _ask_to_end(self, number: int) -> None:
         """A signal asks for a clean end; a second one ends the process at once."""
         if self.interrupted:
+            for process in multiprocessing.active_children():  # environments, which would complain
+                process.kill()
             os._exit(128 + number)
         self.interrupted = number
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import pytest
 from conftest import INTERRUPTIBLE, ROOT, flags, start
 
 from sansac.config import Config
@@ -34,12 +37,10 @@ class Harmed:
     """A command line in a process and session of its own, which a test harms."""
 
     def __init__(
-        self, *words: str | Path, env: dict[str, str] | None = None, **options: Any
+        self, *words: str | Path, env: Mapping[str, str] = MappingProxyType({}), **options: Any
     ) -> None:
         self.mark = secrets.token_hex(8)
-        marked = {**(env or {}), MARK: self.mark}
-        # A shell starts background jobs with SIGINT ignored: the harmed shall hear it.
-        self.process = start(*words, new_group=True, env=marked, **options)
+        self.process = start(*words, new_group=True, env={**env, MARK: self.mark}, **options)
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -62,12 +63,12 @@ class Harmed:
         deadline = time.monotonic() + seconds
         while (found := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return found
+        return list(found.values())
 
 
-def marked(mark: str) -> list[str]:
-    """Command lines of the processes that were started under a mark."""
-    found = []
+def marked(mark: str) -> dict[int, str]:
+    """Command lines of the living processes that were started under a mark, by their id."""
+    found = {}
     for directory in Path("/proc").iterdir():
         if not directory.name.isdecimal() or int(directory.name) == os.getpid():
             continue
@@ -77,8 +78,12 @@ def marked(mark: str) -> list[str]:
         except OSError:  # it has ended, or is another user's
             continue
         if ours and words:  # a zombie has none
-            found.append(words)
+            found[int(directory.name)] = words
     return found
+
+
+def marked_pids(mark: str, word: str) -> list[int]:
+    return [pid for pid, words in marked(mark).items() if word in words]
 
 
 def train(config: Config, *more: str, **how: Any) -> Harmed:
@@ -97,3 +102,10 @@ def last_step(run: Path) -> int:
         return -1
     rows = [row for line in lines if (row := parse_row(line))]
     return rows[-1]["step"] if rows else -1
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that takes connections and answers none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -13,7 +13,6 @@ from conftest import comparable, differences, tiny
 from injection import WALKER, last_step, resume, train
 
 from sansac import checkpoint
-from sansac.checkpoint import read_record
 from sansac.config import Config
 from sansac.manager import Manager
 
@@ -30,12 +29,9 @@ def kill_again_and_again(config: Config, kills: int, seed: int) -> tuple[int, in
     moments, in_saves, lost = random.Random(seed), 0, 0
     for kill in range(kills):
         harmed = train(config) if kill == 0 else resume(run)
-        # One in five while it starts, the others while it trains, evaluates and saves.
-        begun = run.joinpath("checkpoints", "last.pt") if kill == 0 else run
-        reached = -1 if moments.random() < 0.2 else last_step(run)
-        harmed.wait_for(lambda: begun.exists() and last_step(run) >= reached)
-        if reached >= 0:
-            harmed.wait_for(lambda: read_record(run)["status"] == "running" and fresh(run))
+        harmed.wait_for((run / "checkpoints" / "last.pt").exists)
+        if kill == 0 or moments.random() > 0.2:  # the others while it starts
+            harmed.wait_for(lambda: fresh(run))
         time.sleep(moments.uniform(0, 0.4))
         harmed.process.send_signal(signal.SIGKILL)
         assert harmed.end()[0] == -signal.SIGKILL
