@@ -436,14 +436,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if content is None:
         return {}
-    if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, found {content!r:.60}")
     return content
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, of which a short text stands for more than any memory holds, and not
-    nested beyond what a configuration needs. Raises ValueError."""
+    """YAML without aliases, of which a short text stands for more than any memory holds, not nested
+    beyond what a configuration needs, whose keys are names. Raises ValueError."""
 
     depth = 0
 
@@ -456,6 +456,13 @@ class PlainLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        for key in mapping:
+            if not isinstance(key, str):
+                raise ValueError(f"a key is {key!r}: expected a name")
+        return mapping
 
 
 def plain_yaml(text: str) -> Any:

@@ -625,7 +625,8 @@ class Manager:
         }
         with fitting(path):
             theirs = resolve(state["config"])
-        found = {"env": theirs.env, "actor": theirs.actor_name, "sizes": state["sizes"]}
+            sizes = [number_like(0, size) for size in state["sizes"]]
+        found = {"env": theirs.env, "actor": theirs.actor_name, "sizes": sizes}
         for key, value in expected.items():
             if found[key] != value:
                 raise checkpoint.CheckpointError(

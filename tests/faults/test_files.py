@@ -49,7 +49,9 @@ def test_every_sixty_fourth_of_a_checkpoint(run: Path, call: Call) -> None:
         assert str(last) in str(e.value)
     code, out, err = call("--resume", run, "--total-steps", "200")
     assert (
-        (code, out) == (1, "") and err.startswith(f"error: {last} is damaged") and err.endswith("\n")
+        (code, out) == (1, "")
+        and err.startswith(f"error: {last} is damaged")
+        and err.endswith("\n")
     )
     assert call("--resume", run, "--checkpoint", "previous", "--total-steps", "200")[0] == 0
     assert load_state(run)["counters"]["step"] == 200
