@@ -461,7 +461,7 @@ class PlainLoader(yaml.SafeLoader):
         mapping = super().construct_mapping(node, deep)
         for key in mapping:
             if not isinstance(key, str):
-                raise ValueError(f"a key is {key!r}: expected a name")
+                raise ValueError(f"expected `key: value` with names as keys, found {key!r}")
         return mapping
 
 

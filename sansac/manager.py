@@ -53,6 +53,10 @@ CHANGEABLE = (
     "tensorboard", "runs_dir",
 )  # fmt: skip
 
+# Where a process finds the control groups that limit its memory, and their limits.
+CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
+
 REESTIMATION_BATCHES = 20  # minibatches that BatchNorm's statistics are re-estimated from
 
 # The share of each statistic that is too much, and what to say of it.
@@ -753,16 +757,16 @@ def memory_limit() -> int:
     left of its own address space."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        own, root = CGROUPS
+        for line in own.read_text().splitlines():
             _, kind, group = line.split(":", 2)
-            root, file = {
-                "": ("/sys/fs/cgroup", "memory.max"),
-                "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-            }.get(kind, ("", ""))
-            place = Path(root + group)
-            for directory in (place, *place.parents) if root else ():
-                with suppress(OSError, ValueError):  # none there, or "max"
-                    limits.append(int((directory / file).read_text()))
+            if kind in ("", "memory"):  # version 2, and 1
+                place = Path(f"{root / kind}{group}")
+                for file in [
+                    directory / CGROUP_FILES[kind] for directory in (place, *place.parents)
+                ]:
+                    with suppress(OSError, ValueError):  # none there, or "max"
+                        limits.append(int(file.read_text()))
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
         with suppress(OSError):

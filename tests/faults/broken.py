@@ -1,4 +1,4 @@
-"""Environments at fault, each in its own way, and known by name: `python -c SCRIPT broken:Raises`."""
+"""Environments at fault, each in its own way."""
 
 from __future__ import annotations
 

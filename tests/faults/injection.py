@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 from conftest import INTERRUPTIBLE, ROOT, flags, start
 
 from sansac.config import Config
@@ -102,10 +100,3 @@ def last_step(run: Path) -> int:
         return -1
     rows = [row for line in lines if (row := parse_row(line))]
     return rows[-1]["step"] if rows else -1
-
-
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a server that takes connections and answers none."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -1,5 +1,5 @@
-"""Environments at fault: training stops, or goes on, as documented; the source is named and the last
-good checkpoint stays."""
+"""Environments at fault: training stops, or goes on, as documented; the source is named and the
+last good checkpoint stays."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def test_episodes_of_one_step(tmp_path: Path) -> None:
 
 
 def test_an_episode_that_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As truncated, in training and in evaluation, so that memory and a resume's replay have an end;
-    a truncated step still bootstraps."""
+    """As truncated, in training and evaluation, so that memory and a resume's replay have an end; a
+    truncated step still bootstraps."""
     for module in ("environments", "evaluation"):
         monkeypatch.setattr(f"sansac.{module}.MAX_EPISODE_STEPS", 30)
     config = config_of(tmp_path, total_steps=800, num_envs=2)

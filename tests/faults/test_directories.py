@@ -6,7 +6,6 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ def finished(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> Iterator[dict[str, Any]]:
+def expected(tmp_path: Path) -> dict[str, Any]:
     manager = Manager(tiny(tmp_path / "expected", name="run"))
     manager.train()
-    return finished(manager.directory)  # type: ignore[return-value]
+    return finished(manager.directory)
 
 
 def test_a_runs_directory_that_may_not_be_written(tmp_path: Path) -> None:

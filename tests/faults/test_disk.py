@@ -18,7 +18,10 @@ from sansac.checkpoint import read_record
 from sansac.logger import read_metrics
 from sansac.manager import Manager
 
-CANNOT = r"warning: \S+/(?:last|best)\.pt cannot be written: .+; it needs (\S+) MB, free: (\S+) MB; training"
+CANNOT = (
+    r"warning: \S+/(?:last|best)\.pt cannot be written: .+; it needs (\S+) MB, "
+    r"free: (\S+) MB; training"
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import KEY, load_state, tiny
-from injection import Harmed, last_step, marked_pids, resume, silent, train
+from injection import Harmed, last_step, marked_pids, resume, train
 
 from sansac.checkpoint import read_record
 from sansac.config import Config
