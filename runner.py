@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
+from sansac import signals
 from sansac.config import (
     QUIET,
     Config,
@@ -37,7 +38,15 @@ GROUPS = 3  # groups of a comparison that fit side by side in a terminal
 
 
 @dataclass
-class Train:
+class Command:
+    """What every command that makes environments takes."""
+
+    trust_env: bool = field(default=False, kw_only=True)
+    """Let an environment id such as my_module:Task-v0 import that module, and so run its code."""
+
+
+@dataclass
+class Train(Command):
     """Train an agent (the default command).
 
     Commands, each with its own --help:
@@ -70,7 +79,7 @@ class Train:
 
 
 @dataclass
-class Evaluate:
+class Evaluate(Command):
     """Evaluate a trained agent: episode i runs on a seed derived from (--seed, i)."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -90,7 +99,7 @@ class Evaluate:
 
 
 @dataclass
-class Play:
+class Play(Command):
     """Watch a trained agent play in a window: the first episodes that evaluate runs with this seed.
     Without a display, `evaluate RUN --video` films one instead."""
 
@@ -138,7 +147,7 @@ class Watch:
 
 
 @dataclass
-class Inspect:
+class Inspect(Command):
     """Look inside a trained agent: a spike raster over an episode with frames and actions, membrane
     traces, firing rates and tuning curves, as PNG files and a self-contained page."""
 
@@ -261,7 +270,7 @@ Address = Annotated[
 
 
 @dataclass
-class Sweep:
+class Sweep(Command):
     """Train many agents side by side: every combination of the axes is a run of its own,
     a process of its own. Called again, a sweep goes on: finished runs are kept, interrupted ones
     resumed, more seeds or values appended. Options that train has hold for all runs."""
@@ -296,7 +305,7 @@ class Sweep:
 
 
 @dataclass
-class Tune:
+class Tune(Command):
     """Search for options that train better agents, with Optuna: a trial is a training run for each
     seed, its score their mean return over the final evaluation; a trial whose evaluations fall
     behind the median of the others is pruned. Called again, a search goes on: trials that were
@@ -328,7 +337,7 @@ class Tune:
 
 
 @dataclass
-class ShortTest:
+class ShortTest(Command):
     """What the short tests of `tune` have in common."""
 
     updates: int = 1000
@@ -816,7 +825,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def parse(kind: type, command: str, arguments: Sequence[str], **default: Any) -> Any:
     """tyro's reading of the arguments; its own errors end the process with code 2."""
-    return tyro.cli(kind, prog=f"runner.py {command}", args=list(arguments), **default)
+    asked = tyro.cli(kind, prog=f"runner.py {command}", args=list(arguments), **default)
+    if getattr(asked, "trust_env", False):
+        os.environ["SANSAC_TRUST_ENV"] = "1"  # environments.TRUST, which processes inherit
+    return asked
 
 
 def check_run(path: Path) -> None:
@@ -902,17 +914,22 @@ def main(arguments: Sequence[str]) -> int:
     if command not in COMMANDS:
         fail(f"unknown command {command!r}: choose from {', '.join(COMMANDS)}", 2)
     try:
-        return COMMANDS[command](rest)
+        with signals.exiting():
+            return COMMANDS[command](rest)
     except ConfigError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
+    except OSError as error:  # a disk that is full, a directory that may not be written
+        fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
+    except MemoryError as error:
+        fail(f"out of memory: {error or 'lower replay.capacity, or the widths of the networks'}", 1)
     except (RuntimeError, FloatingPointError) as error:
         from sansac.checkpoint import CheckpointError
-        from sansac.environments import NonFiniteError, WorkerError
+        from sansac.environments import EnvironmentFault, NonFiniteError
         from sansac.sync import SyncError
 
-        if isinstance(error, (CheckpointError, NonFiniteError, SyncError, WorkerError)):
+        if isinstance(error, (CheckpointError, NonFiniteError, SyncError, EnvironmentFault)):
             fail(str(error), 1)
         raise
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT_VERSION = 1
+# What readers of a run's final evaluation, in run.json, find there.
+FINAL = {
+    "return_mean": float, "return_std": float, "returns": list, "step": int, "seed": int,
+    "episodes": int,
+}  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
@@ -52,8 +58,13 @@ def make_run_dir(config: Config) -> Path:
 
 @contextmanager
 def locked(run_dir: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the directory for one process. Raises ConfigError where another holds it, or waits."""
-    with open(run_dir / ".lock", "w") as file:
+    """Hold the directory for one process. Raises ConfigError where another holds it, or waits, and
+    where it cannot be written."""
+    try:
+        file = open(run_dir / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"cannot write {run_dir}: {error.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
@@ -64,15 +75,23 @@ def locked(run_dir: Path, wait: bool = False) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
-    """`write(file)` to a temporary name, sync, rename; `keep` gets the file that stood there."""
+    """`write(file)` to a temporary name, sync, rename; `keep` gets the file that stood there.
+
+    Raises OSError naming the path; what stood there stands.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        # torch.save tells of a full disk by an error of its own, whose context is the disk's.
+        fault = error if isinstance(error, OSError) else error.__context__
+        if isinstance(error, (OSError, RuntimeError)) and isinstance(fault, OSError):
+            raise OSError(fault.errno, fault.strerror, str(path)) from None
         raise
     if keep is not None and path.exists():
         link = keep.with_name(f".{keep.name}.tmp")
@@ -92,12 +111,35 @@ def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
 
 
 def save(path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
-    """Write a checkpoint of tensors, numbers, strings, lists and mappings."""
+    """Write a checkpoint of tensors, numbers, strings, lists and mappings.
+
+    Raises CheckpointError where it cannot be written: path, reason, room needed and room left.
+    """
     import torch  # here, so that what only reads a run's records starts without it
 
-    path.parent.mkdir(exist_ok=True)
     content = {"format_version": FORMAT_VERSION, **state}
-    write_atomically(path, lambda file: torch.save(content, file), keep)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, lambda file: torch.save(content, file), keep)
+    except OSError as error:
+        need, left = Length(), "unknown"
+        torch.save(content, need)  # type: ignore[arg-type]
+        with suppress(OSError):
+            left = f"{shutil.disk_usage(path.parent).free / 1e6:.2f} MB"
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; it needs {need.bytes / 1e6:.2f} MB, "
+            f"free: {left}"
+        ) from None
+
+
+class Length(io.RawIOBase):
+    """A file that only counts."""
+
+    bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.bytes += len(data)
+        return len(data)
 
 
 class Saver:
@@ -155,6 +197,11 @@ def read_config(directory: Path) -> Config:
         raise ConfigError(f"{directory} is not a directory: give a run or an agent directory")
     if not (directory / "config.yaml").is_file():
         raise ConfigError(f"{directory} holds no config.yaml: it is no run or agent directory")
+    version = read_record(directory).get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{directory} has format version {version}; this sansac reads {FORMAT_VERSION}"
+        )
     return resolve(load_yaml(directory / "config.yaml"))
 
 
@@ -165,7 +212,17 @@ def write_record(run_dir: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
+    """run.json, a note about the run and no part of its state; {} where it cannot be read."""
     try:
-        return json.loads((run_dir / "run.json").read_text())
-    except (OSError, ValueError):
+        record = json.loads((run_dir / "run.json").read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    if not isinstance(record, dict):
+        return {}
+    final = record.get("final")
+    if final and not (
+        isinstance(final, dict)
+        and all(type(final.get(name)) is kind for name, kind in FINAL.items())
+    ):
+        return {}
+    return record

@@ -29,6 +29,7 @@ from pydantic import (
 from sansac.schedules import Schedule, Scheduled, bounded, initial
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DEPTH = 50  # of nested lists and mappings in a file
 SPACE = "tune"  # the section of a preset that is a search space and no part of a configuration
 QUIET = {"video": False, "wandb": "disabled"}  # what trials of a search are, unless told otherwise
 # Set while flags are still to be laid over: fields may contradict each other until then.
@@ -59,8 +60,8 @@ def _key_values(words: list[str]) -> dict[str, Any]:
         if not (key and equals):
             raise ValueError(f"expected KEY=VALUE, found {key!r}")
     try:
-        return {key: yaml.safe_load(value) for key, _, value in pairs}
-    except yaml.YAMLError as error:
+        return {key: plain_yaml(value) for key, _, value in pairs}
+    except ValueError as error:
         raise ValueError(f"a value is not valid YAML: {error}") from None
 
 
@@ -664,16 +665,48 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists() and len(path.parts) == 1 and not path.suffix:
         path = CONFIGS / f"{path}.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = plain_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if content is None:
         return {}
-    if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, found {content!r:.60}")
     return content
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, of which a short text stands for more than any memory holds, not nested
+    beyond what a configuration needs, whose keys are names. Raises ValueError."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*name): write out what it stands for")
+        if self.depth >= DEPTH:
+            raise ValueError(f"it is nested more than {DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        for key in mapping:
+            if not isinstance(key, str):
+                raise ValueError(f"expected `key: value` with names as keys, found {key!r}")
+        return mapping
+
+
+def plain_yaml(text: str) -> Any:
+    """Numbers, strings, lists and mappings. Raises ValueError for anything else."""
+    try:
+        return yaml.load(text, PlainLoader)
+    except (yaml.YAMLError, TypeError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
 
 
 def merge(*layers: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +25,18 @@ from sansac.hindsight import Goals
 MakeEnv = Callable[[], gym.Env]
 
 TRAINING, EVALUATION = 0, 1
+MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
+HANG_SECONDS = 300.0  # that a process of an environment may take over a step, a reset or a replay
+TRUST = "SANSAC_TRUST_ENV"  # set to 1 by --trust-env; processes that are started inherit it
 
 
 class NonFiniteError(FloatingPointError):
     """An environment gave, or an update produced, a NaN or an infinity."""
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment raised, hangs, has died or returned what its spaces do not allow: which one,
+    where in which of its episodes, and what."""
 
 
 def episode_seed(purpose: int, seed: int, *index: int) -> int:
@@ -39,10 +50,10 @@ def episode_seed(purpose: int, seed: int, *index: int) -> int:
 
 def env_factory(config: Config, render_mode: str | None = None) -> MakeEnv:
     """A factory of the configured environment. Raises ConfigError where it cannot be made."""
-    if ":" in config.env:
+    if ":" in config.env and os.environ.get(TRUST) != "1":
         raise ConfigError(
-            f"env: {config.env!r} would import the module before the colon; import it in your own "
-            "script and pass `Manager(config, make_env=...)` instead"
+            f"env: {config.env!r} would import the module before the colon: give --trust-env if "
+            "you trust its code, or pass `Manager(config, make_env=...)` from your own script"
         )
     return partial(flat_goals, partial(_make, config.env, config.env_kwargs, render_mode))
 
@@ -55,6 +66,8 @@ def _make(env: str, kwargs: dict[str, Any], render_mode: str | None) -> gym.Env:
             f"env: {env!r} needs a package that is not installed ({error}); the MuJoCo tasks come "
             "with `pip install -e .[mujoco]`"
         ) from None
+    except ImportError as error:
+        raise ConfigError(f"env: cannot import the module of {env!r}: {error}") from None
     except (gym.error.Error, TypeError, ValueError) as error:
         given = f" with env_kwargs {kwargs}" if kwargs else ""
         raise ConfigError(f"env: cannot make {env!r}{given}: {error}") from None
@@ -154,16 +167,16 @@ class ActionScale:
         return np.clip(scaled, self.low, self.high).astype(self.dtype)
 
 
-class WorkerError(RuntimeError):
-    """A process of an asynchronous environment has died."""
-
-
 class Episodic(gym.Wrapper):
-    """One of several environments, whose episode is a function of its seed and its actions."""
+    """One of several environments, whose episode is a function of its seed and its actions.
 
-    def __init__(self, env: gym.Env, index: int = 0) -> None:
+    What it returns is checked against its spaces and copied; raises EnvironmentFault.
+    """
+
+    def __init__(self, env: gym.Env, index: int = 0, role: str = "environment") -> None:
         super().__init__(env)
-        self.index = index
+        self.index, self.name = index, f"{role} {index}"
+        self.k = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         # A Box2D world keeps contact caches across resets, and episodes then differ by their
@@ -172,7 +185,39 @@ class Episodic(gym.Wrapper):
         if type(getattr(inner, "world", None)).__name__ == "b2World":
             inner._destroy()
             inner.world = type(inner.world)(gravity=inner.world.gravity)
-        return self.env.reset(seed=seed, options=options)
+        self.k = 0
+        with self._faults():
+            observation, _ = self.env.reset(seed=seed, options=options)
+            return self._checked(observation), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        self.k += 1
+        with self._faults():
+            observation, reward, terminated, truncated, _ = self.env.step(action)
+            number = np.asarray(reward, np.float64).item()
+            return self._checked(observation), number, bool(terminated), bool(truncated), {}
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f" ({f.filename}:{f.lineno})" for f in frames if f.filename != __file__]
+            what = f"{type(error).__name__}: {error}{lines[-1] if lines else ''}"
+            raise EnvironmentFault(f"{self.name}, step {self.k} of its episode: {what}") from error
+
+    def _checked(self, observation: Any) -> np.ndarray:
+        """A copy, in the space's type: an environment may hand out the same buffer each time."""
+        space: Any = self.observation_space
+        array = np.asarray(observation)
+        if array.shape != space.shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
+            raise TypeError(
+                f"an observation of shape {array.shape}, {array.dtype}; its space says "
+                f"{space.shape}, {space.dtype}"
+            )
+        with np.errstate(over="ignore"):  # what becomes infinite is found by the rollout
+            return array.astype(space.dtype)
 
     def replay(self, seeds: list[int], actions: list[np.ndarray]) -> np.ndarray:
         """The observation after this environment's own actions, [steps, act], from its own seed."""
@@ -186,6 +231,8 @@ def _worker(make_env: MakeEnv, index: int) -> gym.Env:
     if multiprocessing.parent_process() is not None:
         for number in (signal.SIGINT, signal.SIGTERM):  # both are the manager's to handle
             signal.signal(number, signal.SIG_IGN)
+        if sys.platform == "linux":  # a manager that is killed leaves no process, even a stuck one
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return Episodic(make_env(), index)
 
 
@@ -220,18 +267,25 @@ class Step(NamedTuple):
 class Rollout:
     """`num_envs` environments stepped side by side, each episode from a seed of its own.
 
+    Raises EnvironmentFault for one that raises, returns what its spaces do not allow or, in a
+    process of its own, dies or does not answer for HANG_SECONDS. An episode is cut, as truncated,
+    at MAX_EPISODE_STEPS.
+
     Autoreset is off: a finished environment is reset here, after its last observation was handed
     out, so no reset step can be mistaken for a transition.
     """
 
     def __init__(self, factories: list[MakeEnv], config: Config) -> None:
         self.seed, self.num_envs = config.seed, config.num_envs
-        makers = [partial(_worker, factories[i % len(factories)], i) for i in range(self.num_envs)]
+        makers: list[MakeEnv] = [
+            partial(_worker, factories[i % len(factories)], i) for i in range(self.num_envs)
+        ]
         self.envs: SyncVectorEnv | AsyncVectorEnv = (
-            AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED, context="spawn")
+            in_processes(makers)
             if config.async_envs
             else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
         )
+        self._broken = False
         if isinstance(self.envs, SyncVectorEnv):
             inner = {id(env.unwrapped) for env in self.envs.envs}
             if len(inner) < self.num_envs:
@@ -246,7 +300,7 @@ class Rollout:
 
     def _reset(self, mask: np.ndarray) -> np.ndarray:
         seeds: Any = self._seeds()
-        observation, _ = self.envs.reset(seed=seeds, options={"reset_mask": mask.copy()})
+        observation, _ = self._ask("reset", seed=seeds, options={"reset_mask": mask.copy()})
         self._check_finite("observation", observation, "reset")
         return observation
 
@@ -257,12 +311,11 @@ class Rollout:
         """
         self._check_finite("action", action, "step")
         before = self.observation
-        try:
-            observation, reward, terminated, truncated, _ = self.envs.step(action)
-        except (BrokenPipeError, ConnectionResetError, EOFError):
-            raise WorkerError("the process of an environment has died (async_envs)") from None
         for i, history in enumerate(self.actions):
             history.append(action[i].copy())
+        observation, reward, terminated, truncated, _ = self._ask("step", action)
+        endless = [len(history) >= MAX_EPISODE_STEPS for history in self.actions]
+        truncated = truncated | (np.array(endless) & ~terminated)
         self._check_finite("observation", observation, "step")
         self._check_finite("reward", reward, "step")
         self.returns += reward
@@ -278,6 +331,26 @@ class Rollout:
             self.returns[done] = 0.0
             self.observation = self._reset(done)
         return Step(before, reward, observation, terminated, truncated, episodes)
+
+    def _ask(self, what: str, *arguments: Any, **options: Any) -> Any:
+        """What all environments answer to `reset`, `step` or `call`."""
+        envs = self.envs
+        if isinstance(envs, SyncVectorEnv):
+            return getattr(envs, what)(*arguments, **options)
+        try:
+            getattr(envs, f"{what}_async")(*arguments, **options)
+            return getattr(envs, f"{what}_wait")(timeout=HANG_SECONDS)
+        except multiprocessing.TimeoutError:
+            at_fault = [i for i, pipe in enumerate(envs.parent_pipes) if not (pipe and pipe.poll())]
+            fault = f"no answer to {what} for {HANG_SECONDS:.0f} s"
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            at_fault = [i for i, process in enumerate(envs.processes) if process_died(process)]
+            fault = "its process has died (async_envs)"
+        self._broken = True
+        i = at_fault[0] if at_fault else 0
+        raise EnvironmentFault(
+            f"environment {i}, step {len(self.actions[i])} of episode {self.episode[i]}: {fault}"
+        )
 
     def _check_finite(self, what: str, values: np.ndarray, when: str) -> None:
         with np.errstate(over="ignore"):  # it is stored as float32: beyond its range is infinite
@@ -307,9 +380,9 @@ class Rollout:
         self.episode = list(state["episode"])
         actions = [history.cpu().numpy() for history in state["actions"]]
         self.actions = [list(history) for history in actions]
-        self.returns = state["returns"].cpu().numpy().copy()
+        self.returns[...] = state["returns"].cpu().numpy()
         self._reset(np.ones(self.num_envs, bool))
-        replayed = np.stack(self.envs.call("replay", self._seeds(), actions))
+        replayed = np.stack(self._ask("call", "replay", self._seeds(), actions))
         self.observation = replayed.astype(self.observation.dtype)
         same = (self.observation == state["observation"].cpu().numpy()).all(-1)
         if not same.all():
@@ -321,9 +394,35 @@ class Rollout:
         return [int(i) for i in np.flatnonzero(~same)]
 
     def close(self) -> None:
-        try:
-            self.envs.close()
-        except (OSError, EOFError):  # a worker has died, and the others need not be asked
-            for process in getattr(self.envs, "processes", ()):
+        with suppress(OSError, EOFError):  # of a process that has died
+            if not self._broken:
+                return self.envs.close()
+        for process in getattr(self.envs, "processes", ()):
+            process.kill()
+            process.join()
+        self.envs.closed = True
+
+
+def in_processes(makers: list[MakeEnv]) -> AsyncVectorEnv:
+    """Each environment in a process of its own; none is left where one of them cannot be made.
+
+    Raises EnvironmentFault where a process ends before it has made its environment.
+    """
+    others = multiprocessing.active_children()
+    try:
+        return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED, context="spawn")
+    except BaseException as error:
+        for process in multiprocessing.active_children():
+            if process not in others:
                 process.kill()
-            self.envs.closed = True
+        if isinstance(error, (OSError, EOFError)):
+            raise EnvironmentFault(
+                "a process could not make its environment (async_envs)"
+            ) from None
+        raise
+
+
+def process_died(process: Any) -> bool:
+    """Whether a process whose pipe is broken is the one that died: it may take a moment to go."""
+    process.join(0.1)
+    return not process.is_alive()

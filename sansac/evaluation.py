@@ -14,6 +14,7 @@ import torch
 from sansac import kernels
 from sansac.environments import (
     EVALUATION,
+    MAX_EPISODE_STEPS,
     ActionScale,
     Episodic,
     MakeEnv,
@@ -24,8 +25,6 @@ from sansac.inference import action_mean
 from sansac.off_policy import OffPolicy, averaged
 from sansac.spiking import SpikingActor
 from sansac.statistics import iqm
-
-MAX_EPISODE_STEPS = 100_000  # for environments without a time limit of their own
 
 
 class Policy:
@@ -114,7 +113,7 @@ def evaluate(
     the policy and its seed. Returns `returns`, their statistics, `length_mean` and, for a spiking
     actor, `firing_rate` a layer; None where `should_stop` cut it short.
     """
-    env = Episodic(make_env())
+    env = Episodic(make_env(), role="evaluation environment")
     returns: list[float] = []
     lengths: list[int] = []
     rates: list[list[float]] = []

@@ -84,6 +84,7 @@ TAGS: dict[str, str] = {
 INIT_SECONDS = 15.0  # how long wandb may take to reach its server before it records offline
 START_SECONDS = 20.0  # how long a run waits for its services to start; they may go on after it
 CLOSE_SECONDS = 30.0  # how long the end of a run waits for uploads
+HURRIED_SECONDS = 3.0  # how long either of these waits goes on after a signal to end
 FAILED_SECONDS = 3.0  # how long the end of a run waits for a service that has failed
 STALE_SECONDS = 10.0  # age at which a GPU sample is no longer told
 QUEUED_ROWS = 20_000  # rows a service may lag behind before it is dropped as too slow
@@ -119,7 +120,8 @@ class Logger:
 
     `resume_step` is the step of the checkpoint that a run goes on from: rows beyond it are cut, so
     rows of the checkpoint's own step must be logged before it is written. None is a fresh run: rows
-    of an earlier attempt in the same directory are cut.
+    of an earlier attempt in the same directory are cut. `hurried` tells whether a signal has asked
+    for an end.
     """
 
     def __init__(
@@ -129,8 +131,10 @@ class Logger:
         *,
         device: str = "cpu",
         resume_step: int | None = None,
+        hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         run_dir = run_dir.absolute()
+        self._hurried = hurried
         self._metrics = JsonLines(run_dir / "metrics.jsonl", resume_step)
         self._metrics_failed = False
         self._services: list[Background] = []
@@ -148,7 +152,7 @@ class Logger:
             )
         deadline = monotonic() + START_SECONDS
         for service in self._services:
-            service.wait_started(deadline - monotonic())
+            service.wait_started(deadline - monotonic(), hurried)
         self._gpu: GpuMonitor | None = None
         if str(device).startswith("cuda"):
             energy = last_value(run_dir / "metrics.jsonl", "gpu/energy_joules")
@@ -193,7 +197,7 @@ class Logger:
             self._gpu.close()
         self._metrics.close()
         for service in self._services:
-            service.close(deadline - monotonic())
+            service.close(deadline - monotonic(), self._hurried)
 
     def __enter__(self) -> Self:
         return self
@@ -264,14 +268,18 @@ def read_metrics(path: Path) -> list[Row]:
 def cut_metrics(path: Path, step: int) -> None:
     """Keep the rows up to `step`; the file is whole, old or new, whenever the process dies."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as old, open(temporary, "wb") as new:
-        for line in old:
-            row = parse_row(line)
-            if row is not None and row["step"] <= step:
-                new.write(line.rstrip(b"\n") + b"\n")
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(path, "rb") as old, open(temporary, "wb") as new:
+            for line in old:
+                row = parse_row(line)
+                if row is not None and row["step"] <= step:
+                    new.write(line.rstrip(b"\n") + b"\n")
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def last_value(path: Path, tag: str) -> float:
@@ -289,7 +297,12 @@ def parse_row(line: bytes) -> Row | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    return row if all(v is None or type(v) in (int, float) for v in row.values()) else None
+    return row if all(v is None or is_number(v) for v in row.values()) else None
+
+
+def is_number(value: Any) -> bool:
+    """A number that a float holds."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 # -- services --------------------------------------------------------------------------------------
@@ -318,9 +331,9 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"sansac {name}", daemon=True)
         self._thread.start()
 
-    def wait_started(self, timeout: float) -> None:
+    def wait_started(self, timeout: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait until the sink is made, or has failed; a slow one goes on starting behind."""
-        self._started.wait(max(timeout, 0.0))
+        wait(self._started.wait, self._started.is_set, timeout, hurried)
 
     def log(self, row: Row) -> None:
         self._put(lambda sink: sink.log(row))
@@ -328,12 +341,13 @@ class Background:
     def artifact(self, path: Path, name: str, kind: str) -> None:
         self._put(lambda sink: sink.artifact(path, name, kind))
 
-    def close(self, timeout: float) -> None:
-        timeout = max(0.0, min(timeout, FAILED_SECONDS) if self.failed else timeout)
+    def close(self, timeout: float, hurried: Callable[[], bool] = lambda: False) -> None:
+        began = monotonic()
+        timeout = min(timeout, FAILED_SECONDS) if self.failed else timeout
         self._jobs.put(None)
-        self._thread.join(timeout)
+        wait(self._thread.join, lambda: not self._thread.is_alive(), timeout, hurried)
         if self._thread.is_alive():
-            self._fail(f"did not end within {timeout:.0f} s")
+            self._fail(f"did not end within {monotonic() - began:.0f} s")
             self._release(True)
             self._thread.join(FAILED_SECONDS)
 
@@ -369,6 +383,23 @@ class Background:
         self._started.set()
         if self.failed:
             self._release(False)
+
+
+def wait(
+    pause: Callable[[float], object],
+    over: Callable[[], bool],
+    timeout: float,
+    hurried: Callable[[], bool],
+) -> None:
+    """Wait until `over()`, for `timeout` seconds at most, HURRIED_SECONDS once `hurried()`.
+
+    In slices: one long wait would go on, whatever a signal says.
+    """
+    deadline, in_time = monotonic() + timeout, False
+    while not over() and (left := deadline - monotonic()) > 0:
+        if hurried() and not in_time:
+            deadline, in_time = min(deadline, monotonic() + HURRIED_SECONDS), True
+        pause(min(left, 0.1))
 
 
 class TensorBoardSink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import os
 import platform
 import resource
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from operator import attrgetter
@@ -30,6 +31,7 @@ from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
     ActionScale,
+    EnvironmentFault,
     MakeEnv,
     NonFiniteError,
     Rollout,
@@ -59,6 +61,10 @@ CHANGEABLE = (
     "checkpoint_every", "stop_at_return", "patience", "keep_best", "keep_every",
     "save_in_background", "device", "video", "wandb", "wandb_project", "tensorboard", "runs_dir",
 )  # fmt: skip
+
+# Where a process finds the control groups that limit its memory, and their limits.
+CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 
 REESTIMATION_BATCHES = 20  # minibatches that BatchNorm's statistics are re-estimated from
 
@@ -202,7 +208,8 @@ class Manager:
             try:
                 return self._train()
             except BaseException:
-                self._record("failed")
+                with suppress(OSError):  # a disk that is full: what it was is told all the same
+                    self._record("failed")
                 raise
             finally:
                 self._ended = True
@@ -217,7 +224,13 @@ class Manager:
         config, run_dir = self.config, self.directory
         description = f"{config.env} {config.agent_name}"
         with (
-            Logger(config, run_dir, device=self.device, resume_step=self.step or None) as logger,
+            Logger(
+                config,
+                run_dir,
+                device=self.device,
+                resume_step=self.step or None,
+                hurried=lambda: bool(self.interrupted),
+            ) as logger,
             Progress(config.total_steps, self.step, description) as progress,
             self.opened(progress),
         ):
@@ -239,7 +252,7 @@ class Manager:
                 if crossed(self.step, self.evaluated_step, config.eval_every):
                     due |= bool(self._evaluate_and_keep_best())
                 if due:
-                    self.save_checkpoint()
+                    self._save_or_warn(self.save_checkpoint)
                 if self._done():
                     break
                 self.collect()
@@ -254,7 +267,7 @@ class Manager:
                 result = self._evaluate_and_keep_best(config.final_episodes)
             self.save_checkpoint()
             if self._saver:
-                self._saver.wait()
+                self._saver.wait()  # raises what the last one met
             for callback in self.callbacks:
                 callback.stop(self, result)
             if result:
@@ -263,8 +276,6 @@ class Manager:
             else:
                 self._record("interrupted")
                 progress.note(f"stopped; go on with: python runner.py train --resume {run_dir}")
-            if self.interrupted:
-                logger.close(timeout=5)  # a cluster kills what takes long to stop
             return result
 
     def collect(self) -> None:
@@ -275,7 +286,11 @@ class Manager:
         explore = self.algorithm.explore_uniformly if warming_up else self.algorithm.explore
         chosen = explore(observation)
         action = chosen.cpu().numpy()
-        step = self.rollout.step(self.scale(action))
+        try:
+            step = self.rollout.step(self.scale(action))
+        except NonFiniteError:
+            self._check_finite()  # where learning has blown up, that is the source
+            raise
         likelihood = {}
         if self.config.keeps_likelihood():
             likelihood["log_prob"] = self._log_prob(observation, chosen, warming_up)
@@ -392,7 +407,10 @@ class Manager:
     def _illustrate(self) -> None:
         """The picture and the video of a finished run, and what online services keep of it."""
         config, run_dir = self.config, self.directory
-        plot_learning_curve(run_dir)
+        try:
+            plot_learning_curve(run_dir)
+        except OSError as error:
+            self.progress.note(f"no learning curve: {error}")
         if config.video:
             path = run_dir / "videos" / f"step-{self.step}.mp4"
             try:
@@ -499,6 +517,7 @@ class Manager:
         The last evaluation runs on seed 0, the same unseen episodes for every run.
         """
         started = time.perf_counter()
+        self._check_finite()
         seed = self.step if episodes is None else 0
         result = self.evaluate(episodes or self.config.eval_episodes, seed)
         if not result:
@@ -532,14 +551,9 @@ class Manager:
         self.logger.log(step=self.step, updates=self.updates, time=seconds, values=values)
 
     def _log_training(self) -> None:
-        """A row of the last update's numbers. Raises NonFiniteError where a loss has blown up."""
+        """A row of the last update's numbers. Raises NonFiniteError where learning has blown up."""
+        self._check_finite()
         values: dict[str, Any] = {"train/buffer_size": self.replay.size, **self.metrics}
-        for tag in ("loss/critic", "loss/actor"):
-            if not math.isfinite(float(self.metrics.get(tag, 0.0))):
-                raise NonFiniteError(
-                    f"{tag} is {float(self.metrics[tag])} at step {self.step}, update "
-                    f"{self.updates}: lower the learning rates or scale the reward down"
-                )
         actor = self.algorithm.actor
         if self.batch and isinstance(actor, SpikingActor):
             values |= actor.statistics(self.algorithm.normalize(self.batch.observation))
@@ -558,6 +572,18 @@ class Manager:
         if self.checkpoint_seconds:
             values["perf/checkpoint_seconds"], self.checkpoint_seconds = self.checkpoint_seconds, 0
         self._log(values | self.logger.gpu_metrics())
+
+    def _check_finite(self) -> None:
+        """Raises NonFiniteError for a loss or a weight that is none, before it is kept as good."""
+        when = f"at step {self.step}, update {self.updates}"
+        advice = "lower the learning rates or scale the reward down"
+        for tag in ("loss/critic", "loss/actor"):
+            if not math.isfinite(float(self.metrics.get(tag, 0.0))):
+                raise NonFiniteError(f"{tag} is {float(self.metrics[tag])} {when}: {advice}")
+        for part in ("actor", "critic"):
+            for name, weight in getattr(self.algorithm, part).named_parameters():
+                if not weight.isfinite().all():
+                    raise NonFiniteError(f"{part}: {name} is not finite {when}: {advice}")
 
     def _warn(self, values: Mapping[str, SupportsFloat]) -> None:
         """Say once what to try where a layer or the encoder is at fault."""
@@ -615,8 +641,9 @@ class Manager:
         return list(zip(numbered, self.callbacks, strict=True))
 
     def save_policy(self, path: Path) -> None:
-        """Write a checkpoint without the buffer: to evaluate, or to resume after a refill."""
-        self._write(path, self._state())
+        """Write a checkpoint without the buffer: to evaluate, or to resume after a refill. A
+        warning where it cannot be written."""
+        self._save_or_warn(lambda: self._write(path, self._state()))
 
     def _write(self, path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
         if self._saver is None:
@@ -627,9 +654,13 @@ class Manager:
             self._saver.save(path, state | copy.deepcopy(rest), keep)
 
     def save_checkpoint(self, keep: bool = True) -> None:
-        """Write last.pt, everything a resume needs; the old one becomes previous.pt if `keep`."""
+        """Write last.pt, everything a resume needs; the old one becomes previous.pt if `keep`.
+
+        Raises NonFiniteError, and CheckpointError where it cannot be written.
+        """
         started = time.perf_counter()
         self.saved_step = self.step
+        self._check_finite()
         directory = self.directory / "checkpoints"
         state = self._state() | {
             "replay": self.replay.state_dict(),
@@ -640,6 +671,13 @@ class Manager:
         self.checkpoint_seconds = time.perf_counter() - started
         for callback in self.callbacks:
             callback.checkpoint(self, directory / "last.pt")
+
+    def _save_or_warn(self, save: Callable[[], None]) -> None:
+        """A full disk may be freed: training goes on, and the next interval tries again."""
+        try:
+            save()
+        except checkpoint.CheckpointError as error:
+            self.progress.note(f"warning: {error}; training goes on, what was saved before stands")
 
     @classmethod
     def resume(
@@ -692,7 +730,9 @@ class Manager:
         state = manager._read(file)
         with fitting(file):
             manager.algorithm.load_weights(state["algorithm"])
-        manager.step, manager.updates = (state["counters"][k] for k in ("step", "updates"))
+            manager.step, manager.updates = (
+                number_like(0, state["counters"][name]) for name in ("step", "updates")
+            )
         manager.run_dir, manager._ended = path, True
         manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
         return manager
@@ -731,9 +771,11 @@ class Manager:
             "actor": self.config.actor_name,
             "sizes": [self.observation_size, self.action_size],
         }
-        theirs = resolve(state["config"])
+        with fitting(path):
+            theirs = resolve(state["config"])
+            sizes = [number_like(0, size) for size in state["sizes"]]
         found = {"env": theirs.env, "algorithm": theirs.algorithm, "actor": theirs.actor_name,
-                 "sizes": state["sizes"]}  # fmt: skip
+                 "sizes": sizes}  # fmt: skip
         for key, value in expected.items():
             if found[key] != value:
                 raise checkpoint.CheckpointError(
@@ -746,13 +788,13 @@ class Manager:
         state = self._read(path)
         with fitting(path):
             self.algorithm.load_state_dict(state["algorithm"])
-        for name in COUNTERS:
-            setattr(self, name, state["counters"][name])
-        for name, controller in self.controllers.items():
-            controller.load_state_dict(state["controllers"][name])
-        for name, callback in self._named_callbacks():
-            if name in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][name])
+            for name in COUNTERS:
+                setattr(self, name, number_like(getattr(self, name), state["counters"][name]))
+            for name, controller in self.controllers.items():
+                controller.load_state_dict(state["controllers"][name])
+            for name, callback in self._named_callbacks():
+                if name in state["callbacks"]:
+                    callback.load_state_dict(state["callbacks"][name])
         self.measured = (self.step, self.updates, self.collect_seconds, self.learn_seconds)
         self._resumed = state
         self.loaded_from = path.stem
@@ -765,7 +807,9 @@ class Manager:
         try:
             self.replay = self._make_replay()
             if self._resumed:
-                self._restore(progress)
+                path, _ = self._source
+                with fitting(path or Path()):
+                    self._restore(progress)
             yield
         finally:
             self.rollout.close()
@@ -814,7 +858,7 @@ class Manager:
         if "replay" in state and (self.replay.found or not on_disk):
             self.replay.load_state_dict(state["replay"])
             self.replay.cut(fresh)
-            self.metrics = state["metrics"]
+            self.metrics = {tag: value.reshape(()) for tag, value in state["metrics"].items()}
             self.batch = state["batch"] and Batch(**state["batch"])
         else:
             start = self.step + self.config.learning.learning_starts
@@ -827,17 +871,34 @@ class Manager:
     def _ask_to_end(self, number: int) -> None:
         """A signal asks for a clean end; a second one ends the process at once."""
         if self.interrupted:
+            for process in multiprocessing.active_children():  # environments, which would complain
+                process.kill()
             os._exit(128 + number)
         self.interrupted = number
 
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where weights do not fit the networks of the configuration."""
+    """Raises CheckpointError where a checkpoint's parts do not fit what the configuration makes."""
     try:
         yield
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise checkpoint.CheckpointError(f"{path} does not fit its config: {error}") from None
+    except (checkpoint.CheckpointError, EnvironmentFault, NonFiniteError):
+        raise
+    except Exception as error:  # a file made by hand may hold anything in any place
+        reason = f"{type(error).__name__}: {error}"
+        raise checkpoint.CheckpointError(f"{path} does not fit its config: {reason}") from None
+
+
+def number_like(example: Any, value: Any) -> Any:
+    """A counter of a checkpoint. Raises TypeError where it is of another kind than `example`."""
+    if isinstance(example, tuple) and isinstance(value, tuple) and len(value) == len(example):
+        return tuple(map(number_like, example, value))
+    numbers = (int, float)
+    if type(value) in numbers and type(example) in (*numbers, type(None)):
+        return value
+    if type(value) is type(example):
+        return value
+    raise TypeError(f"a counter is {value!r:.40}")
 
 
 def crossed(step: int, last: int, every: int) -> bool:
@@ -875,21 +936,44 @@ def controllers(config: Config) -> dict[str, Controller]:
 
 
 def check_memory(config: Config, observation_size: int, action_size: int, dtype: Any) -> None:
-    """Raises ConfigError where the full replay buffer would not fit this machine's memory; one on
-    disk need not."""
+    """Raises ConfigError where the full replay buffer, and its copy while a checkpoint is written,
+    would not fit the memory that this process may use; one on disk need not."""
     if config.replay.storage == "disk":
         return
-    need = ReplayBuffer.bytes_needed(
+    need = 2 * ReplayBuffer.bytes_needed(
         config.replay.capacity, observation_size, action_size, 1 if dtype == np.uint8 else 4
     )
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > 0.9 * have:
-        fits = int(config.replay.capacity * 0.9 * have / need)
+    have = 0.9 * memory_limit()
+    if need > have:
+        fits = int(config.replay.capacity * have / need)
         raise ConfigError(
-            f"replay.capacity: {config.replay.capacity} transitions take {need / 2**30:.1f} GiB "
-            f"and this machine has {have / 2**30:.1f} GiB; at most {fits} fit, or use "
-            "--replay.storage disk"
+            f"replay.capacity: {config.replay.capacity} transitions take {need / 2**30:.1f} GiB, "
+            f"the copy of a checkpoint included, and {have / 2**30:.1f} GiB can be used here; at "
+            f"most {fits} fit, or use --replay.storage disk"
         )
+
+
+def memory_limit() -> int:
+    """Bytes that this process may use: the machine's, what its control groups allow, and what is
+    left of its own address space."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError):
+        own, root = CGROUPS
+        for line in own.read_text().splitlines():
+            _, kind, group = line.split(":", 2)
+            if kind in ("", "memory"):  # version 2, and 1
+                place = Path(f"{root / kind}{group}")
+                for file in [
+                    directory / CGROUP_FILES[kind] for directory in (place, *place.parents)
+                ]:
+                    with suppress(OSError, ValueError):  # none there, or "max"
+                        limits.append(int(file.read_text()))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        with suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limits.append(max(0, address_space - pages * os.sysconf("SC_PAGE_SIZE")))
+    return min(limits)
 
 
 def refuse_other_changes(old: Config, new: Config) -> None:

@@ -223,6 +223,6 @@ class ReplayBuffer:
             self.rows[key][: self.size] = rows
         for key, value in state["pending"].items():
             self.pending[key][...] = value.cpu().numpy()
-        self.position, self.clock = state["position"], state["clock"]
+        self.position, self.clock = int(state["position"]), int(state["clock"])
         if state["stream"].numel() == self.generator.get_state().numel():
             self.generator.set_state(state["stream"].cpu())

@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
-import yaml
-
 from sansac import signals
 from sansac.checkpoint import FORMAT_VERSION, locked, read_record, write_atomically, write_config
 from sansac.config import (
@@ -39,6 +37,7 @@ from sansac.config import (
     merge,
     nearest,
     partial,
+    plain_yaml,
     presets_for,
     resolve,
     slug,
@@ -145,8 +144,8 @@ def parse_grid(words: Iterable[str]) -> Axes:
         if name in axes:
             raise ConfigError(f"--grid: {key} is given twice")
         try:
-            values = yaml.safe_load(f"[{text}]")
-        except yaml.YAMLError:
+            values = plain_yaml(f"[{text}]")
+        except ValueError:
             raise ConfigError(f"--grid: the values of {key} are not valid YAML: {text}") from None
         if not values:
             raise ConfigError(f"--grid: {key} has no values")

@@ -98,6 +98,8 @@ class Watched:
         self._file, self._offset = file, 0
 
     def _take(self, row: Row) -> None:
+        if row.get("time") is None or not math.isfinite(row["time"]):
+            return  # whatever wrote it, it was no run
         self.recent.append(row)
         for tag, value in row.items():
             if "/" in tag and value is not None and math.isfinite(value):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -206,18 +207,19 @@ sys.exit(runner.main(sys.argv[1:]))
 """
 
 
-def start(*words: str, new_group: bool = False) -> subprocess.Popen[str]:
+def start(
+    *words: str | Path, new_group: bool = False, env: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> subprocess.Popen[str]:  # fmt: skip
     """A Python process of its own, if wanted in a process group of its own, with sansac on its
-    path."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path; `env` adds to the environment, `options` are Popen's."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environment,
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         start_new_session=new_group,
+        **{"cwd": ROOT, **pipes, **options},
     )
 
 
@@ -247,6 +249,13 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that takes connections and answers none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def wandb_records(directory: Path) -> list[dict[str, Any]]:

@@ -23,12 +23,12 @@ from sansac.environments import (
     EVALUATION,
     TRAINING,
     ActionScale,
+    EnvironmentFault,
     Episodic,
     MakeEnv,
     NonFiniteError,
     Rollout,
     Step,
-    WorkerError,
     check_spaces,
     env_factory,
     episode_seed,
@@ -345,7 +345,7 @@ def test_a_process_of_an_environment_that_dies_is_one_clear_error() -> None:
     assert isinstance(rollout.envs, AsyncVectorEnv)
     rollout.envs.processes[1].kill()
     rollout.envs.processes[1].join()
-    with pytest.raises(WorkerError, match="has died"):
+    with pytest.raises(EnvironmentFault, match=r"environment 1, step 2 .* has died"):
         rollout.step(actions[1])
     rollout.close()
     assert not any(process.is_alive() for process in rollout.envs.processes[1:])

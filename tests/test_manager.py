@@ -639,7 +639,7 @@ def test_an_unsupported_space_is_refused_at_start(
 
 
 def test_a_buffer_above_memory_is_refused_with_its_size(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"9{9} transitions take [\d.]+ GiB .* at most") as caught:
+    with pytest.raises(ConfigError, match=r"9{9} transitions take [\d.]+ GiB,.* at most") as caught:
         Manager(tiny(tmp_path, env="Line", replay={"capacity": 10**9 - 1}), make_env=Wide)
     fits = int(str(caught.value).split("at most ")[1].split()[0])
     Manager(tiny(tmp_path, env="Line", replay={"capacity": fits}), make_env=Wide)
@@ -755,7 +755,7 @@ def test_a_video_that_fails_costs_no_training(
 
 
 def test_the_end_of_training_is_saved_before_its_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """case 28: neither a signal nor an error while they are drawn costs the final evaluation."""
     manager = Manager(tiny(tmp_path, video=True))
@@ -767,8 +767,8 @@ def test_the_end_of_training_is_saved_before_its_pictures(
 
     manager = Manager(tiny(tmp_path))
     monkeypatch.setattr("sansac.manager.plot_learning_curve", fail)
-    with pytest.raises(OSError, match="disk full"):
-        manager.train()
+    assert manager.train()["return_mean"] == result["return_mean"]
+    assert "no learning curve: disk full" in capsys.readouterr().err
     resumed = Manager.resume(manager.directory)
     assert resumed.finished
     assert resumed.train()["return_mean"] == result["return_mean"]
