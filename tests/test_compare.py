@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import imageio.v3 as iio
 import numpy as np
 import pytest
-from conftest import tiny
+from conftest import FINAL, tiny
 from matplotlib.image import imread
 
 import runner
@@ -59,8 +59,7 @@ def write_run(
     path.mkdir(parents=True)
     write_config(config, path)
     last = evaluations[-1][0] if evaluations else 0
-    final: dict[str, Any] = {"step": last, "episodes": len(returns), "seed": 0}
-    final["returns"] = list(returns)
+    final = FINAL | {"step": last, "episodes": len(returns), "returns": list(returns)}
     if config.san:
         final["firing_rate"] = [0.25, 0.5]
     known = {"status": "finished", "step": last, "commit": "a" * 40, "dirty": False}

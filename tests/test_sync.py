@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEY, ROOT, Call, FakeWandb, tiny, wandb_records, wandb_rows
+from conftest import FINAL, KEY, ROOT, Call, FakeWandb, tiny, wandb_records, wandb_rows
 
 from sansac.checkpoint import write_config, write_record
 from sansac.config import Config
@@ -40,7 +40,7 @@ def a_run(path: Path, rows: Rows, status: str = "finished", **changes: Any) -> P
     """A run directory, its metrics as they stand on disk."""
     path.mkdir(parents=True, exist_ok=True)
     write_config(tiny(**changes), path)
-    final = {"final": {"returns": [1.0]}} if status == "finished" else {}
+    final = {"final": FINAL} if status == "finished" else {}
     write_record(path, {"status": status, **final})
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -49,7 +49,9 @@ with open(directory + "/metrics.jsonl", "w") as file:
 if mode == "slow" and score < -0.7:
     time.sleep(60)
 with open(directory + "/run.json", "w") as file:
-    json.dump({"status": "finished", "final": {"return_mean": score}}, file)
+    final = {"return_mean": score, "return_std": 0.0, "returns": [score], "step": total,
+             "seed": 0, "episodes": 1}
+    json.dump({"status": "finished", "final": final}, file)
 """
 
 

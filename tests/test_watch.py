@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import INTERRUPTIBLE, ROOT, start, tiny
+from conftest import FINAL, INTERRUPTIBLE, ROOT, start, tiny
 from rich.console import Console
 
 import runner
@@ -167,7 +167,7 @@ def test_a_run_that_has_ended_is_shown_once(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log(run_dir, {"step": 160, "eval/return_mean": -5.0})
-    end(run_dir, final={"return_mean": -5.0, "return_std": 1.5})
+    end(run_dir, final=FINAL)
     watch(run_dir)
     title, line = capsys.readouterr().out.splitlines()
     assert title == "run: Pendulum-v1, spiking actor"
@@ -264,7 +264,7 @@ def test_a_terminal_gets_a_live_table(run_dir: Path) -> None:
     from test_progress import at_a_terminal
 
     log(run_dir, {"step": 160, "train/episode_return": -12.5})
-    end(run_dir, final={"return_mean": -5.0, "return_std": 1.5})
+    end(run_dir, final=FINAL)
     program = (
         f"import sys; sys.stdout = sys.stderr; import runner; runner.main(['watch', '{run_dir}'])"
     )
