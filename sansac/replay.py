@@ -219,8 +219,8 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size, self.window = state["size"], state["window"]
-        for key, rows in state["rows"].items():
-            self.rows[key][: self.size] = rows
+        for key, rows in (self.rows if self.directory is None else {}).items():
+            rows[: self.size] = state["rows"][key]
         for key, value in state["pending"].items():
             self.pending[key][...] = value.cpu().numpy()
         self.position, self.clock = int(state["position"]), int(state["clock"])

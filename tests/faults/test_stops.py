@@ -77,6 +77,7 @@ def test_while_kernels_are_compiled(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     harmed = train(config, env={"XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path)})
     harmed.wait_for(lambda: list(cache.glob("sansac/*.part")))
+    time.sleep(0.1)  # the file is made just before the compiler starts
     code, out, _ = stop(harmed, signal.SIGTERM)
     assert (code, out) == (143, "")
     assert list(cache.glob("sansac/*.part")) == list(tmp_path.glob("sansac-*")) == []
