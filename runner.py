@@ -931,6 +931,8 @@ def main(arguments: Sequence[str]) -> int:
 
         if isinstance(error, (CheckpointError, NonFiniteError, SyncError, EnvironmentFault)):
             fail(str(error), 1)
+        if "out of memory" in str(error) or "can't allocate memory" in str(error):  # torch's
+            fail(f"out of memory: {error}", 1)
         raise
 
 

@@ -91,7 +91,7 @@ def test_from_the_command_line(
     harmed = Harmed("runner.py", *words, env={"PYTHONPATH": ":".join(sys.path)})
     code, out, err = harmed.end()
     assert (code, out) == (1, ""), err
-    assert "error: environment 0" in err and told in err
+    assert re.search("error: environment [01]", err) and told in err  # both are at fault at once
     assert harmed.left() == []
 
 

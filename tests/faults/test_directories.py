@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import comparable, differences, flags, load_state, tiny
-from injection import INTERRUPTIBLE, Harmed, last_step, resume, train
+from conftest import comparable, differences, load_state, options, tiny
+from injection import Harmed, last_step, resume, train
 
 from sansac.checkpoint import read_record
 from sansac.manager import Manager
@@ -122,10 +122,8 @@ def test_a_path_with_spaces_and_letters_of_any_language(
 def test_runs_that_start_in_the_same_second_have_directories_of_their_own(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    config = tiny(tmp_path)
-    words = [word for word in flags(config) if word != "None"]
-    words.remove("--name")
-    together = [Harmed("-c", INTERRUPTIBLE, *words) for _ in range(3)]
+    words = [*options(), "--seed", "0", "--threads", "1", "--runs-dir", tmp_path]
+    together = [Harmed("runner.py", *words) for _ in range(3)]
     runs = {Path(harmed.end()[1].splitlines()[-1]) for harmed in together}
     assert len(runs) == 3
     for run in runs:
@@ -174,11 +172,8 @@ def test_a_run_that_moves_while_it_trains(tmp_path: Path) -> None:
 def test_a_name_cannot_leave_the_runs_directory(name: str, tmp_path: Path) -> None:
     runs = tmp_path / "deep" / "runs"
     runs.mkdir(parents=True)
-    config = tiny(runs, total_steps=20, learning={"learning_starts": 40, "batch_size": 16})
-    words = [word for word in flags(config) if word != "None"]
-    words[words.index("--name")] = "--seed"
-    words.insert(words.index("--seed") + 1, "1")
-    code, out, err = Harmed("-c", INTERRUPTIBLE, *words, "--name", name).end()
+    words = options(total_steps=20, learning={"learning_starts": 40, "batch_size": 16})
+    code, out, err = Harmed("runner.py", *words, "--runs-dir", runs, f"--name={name}").end()
     assert code in (0, 2), err
     made = [
         path for path in tmp_path.rglob("*") if path.is_dir() and path.name not in ("deep", "runs")

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, Call, differences, load_state, tiny
+from conftest import ROOT, Call, differences, load_state, options, tiny
+from injection import Harmed
 
 from sansac import checkpoint
 from sansac.checkpoint import CheckpointError
@@ -268,12 +269,9 @@ def test_an_environment_id_imports_a_module_only_with_trust_env(
 @pytest.mark.slow
 def test_trust_reaches_processes_that_are_started(module: Path, tmp_path: Path) -> None:
     """Asynchronous environments, and the runs of a sweep."""
-    from conftest import options
-    from injection import Harmed
-
     words = options(async_envs=True, env="of_mine:Mine-v0", total_steps=60)
     out = tmp_path / "sweep"
-    harmed = Harmed("runner.py", "sweep", "--out", out, "--workers", "1", "--trust-env", *words,
-                    env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # fmt: skip
+    command = ("sweep", "--out", out, "--seeds", "0", "--workers", "1", "--trust-env", *words)
+    harmed = Harmed("runner.py", *command, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     code, _, err = harmed.end(120)
     assert code == 0, err
