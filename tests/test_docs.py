@@ -108,3 +108,13 @@ def test_a_neuron_that_was_not_registered_is_refused_with_a_hint() -> None:
 def test_the_name_of_a_neuron_with_a_kernel_is_taken() -> None:
     with pytest.raises(ValueError, match="'lif' is computed by kernels"):
         spiking.register_neuron("lif")
+
+
+def test_the_licence_of_every_pinned_package_is_listed() -> None:
+    table = (ROOT / "docs" / "licences.md").read_text().lower()
+    pins = re.findall(
+        r"^([\w-]+)(?:\[\w+\])?==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.M
+    )
+    assert len(pins) > 10
+    for name, version in pins:
+        assert re.search(rf"^\| {name.lower()} \| {re.escape(version)} \| \w+", table, re.M), name
