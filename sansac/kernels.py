@@ -39,6 +39,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -700,9 +701,18 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _command(words: list[str]) -> str:
-    return subprocess.run(
-        words, check=True, capture_output=True, text=True, errors="replace"
-    ).stdout
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        words, text=True, errors="replace", start_new_session=True, **pipes
+    ) as process:
+        try:
+            out, told = process.communicate()
+        except BaseException:  # a signal ends what the compiler has started too, before it writes
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words, out, told)
+    return out
 
 
 def _processor() -> str:

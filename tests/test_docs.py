@@ -243,3 +243,13 @@ def test_the_page_on_algorithms_names_every_one_and_every_option() -> None:
             option = f"{prefix}.{name}"
             found = option in page or option.replace("_", "-") in page
             assert found or option in ("replay.capacity", "td3.smoothing", "td3.smoothing_clip")
+
+
+def test_the_licence_of_every_pinned_package_is_listed() -> None:
+    table = (ROOT / "docs" / "licences.md").read_text().lower()
+    pins = re.findall(
+        r"^([\w-]+)(?:\[\w+\])?==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.M
+    )
+    assert len(pins) > 10
+    for name, version in pins:
+        assert re.search(rf"^\| {name.lower()} \| {re.escape(version)} \| \w+", table, re.M), name

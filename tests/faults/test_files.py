@@ -172,14 +172,17 @@ KINDS = [
     ("../agent/agent.pt", torch_archive),
     ("config.yaml", yaml_tag),
     ("config.yaml", bare_pickle),
-    ("run.json", bare_pickle),
     ("metrics.jsonl", bare_pickle),
+    ("run.json", bare_pickle),
     ("run.json", yaml_tag),
 ]  # fmt: skip
+SLOW = 2  # of them, the last
 
 
 @pytest.mark.parametrize(
-    ("file", "write"), KINDS, ids=lambda value: getattr(value, "__name__", str(value))
+    ("file", "write"),
+    [*KINDS[:-SLOW], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[-SLOW:])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_nothing_executes(
     file: str, write: Callable[[Path, Path], None], run: Path, tmp_path: Path, call: Call

@@ -76,8 +76,8 @@ def test_while_kernels_are_compiled(tmp_path: Path) -> None:
     config = tiny(tmp_path, name="run", san=True, **LONG)
     cache = tmp_path / "cache"
     harmed = train(config, env={"XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path)})
-    harmed.wait_for(lambda: list(cache.glob("sansac/*.part")))
-    time.sleep(0.1)  # the file is made just before the compiler starts
+    harmed.wait_for(lambda: marked_pids(harmed.mark, "cc1"))
+    assert list(cache.glob("sansac/*.part"))
     code, out, _ = stop(harmed, signal.SIGTERM)
     assert (code, out) == (143, "")
     assert list(cache.glob("sansac/*.part")) == list(tmp_path.glob("sansac-*")) == []
