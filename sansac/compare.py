@@ -58,6 +58,7 @@ FEWEST = 5  # seeds below which a group is flagged
 MOST_VIDEO = 4_000_000  # bytes of a video in the report
 POINTS = 100  # most points of a group's curve
 NONE = "–"
+READ = {"returns": list, "step": int, "seed": int, "episodes": int}  # of a final evaluation
 # Fields that say where and how often things are told, not what is learned; seeds; and what is
 # flagged from the record of the run itself.
 IGNORED = (
@@ -83,7 +84,8 @@ class Run:
     @property
     def final(self) -> dict[str, Any]:
         """The evaluation that ended the run; {} where it has not ended."""
-        return self.record.get("final", {}) if self.record.get("status") == "finished" else {}
+        final = self.record.get("final", {}) if self.record.get("status") == "finished" else {}
+        return final if all(type(final.get(key)) is kind for key, kind in READ.items()) else {}
 
     @property
     def score(self) -> float:

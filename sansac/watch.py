@@ -141,8 +141,10 @@ class Watched:
             parts.append(f"ETA {clock(eta)}")
         if not self.ended and (silence := time.time() - self._changed) > SILENT_SECONDS:
             parts.append(f"nothing new for {clock(silence)}: evaluating, or killed")
-        if final := self.record.get("final") if self.ended else None:
-            parts.append(f"final return {final['return_mean']:.1f} ± {final['return_std']:.1f}")
+        final = (self.record.get("final") or {}) if self.ended else {}
+        mean, std = final.get("return_mean"), final.get("return_std")
+        if isinstance(mean, float) and isinstance(std, float):
+            parts.append(f"final return {mean:.1f} ± {std:.1f}")
         return ", ".join(parts)
 
     def panel(self, panel: Panel) -> dict[str, Points]:
