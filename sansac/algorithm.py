@@ -84,8 +84,7 @@ class SAC(OffPolicy):
         with torch.no_grad():
             entropy_bonus = alpha * next_log_prob[:, None]
             target = batch.reward[:, None] + batch.discount[:, None] * (bootstrap - entropy_bonus)
-        self.prediction, self.target = prediction.detach(), target
-        return self.critic.loss(prediction, target, batch.weight), prediction
+        return self.regress(prediction, target, batch.weight), prediction
 
     def actor_loss(self, batch: Batch, action: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
         """J(pi) = E[alpha log pi(a|s) - Q(s, a)] (paper, eq. 7)."""

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from torch.nn.utils import fuse_linear_bn_eval
 from sansac import kernels
 from sansac.config import Actor as ActorConfig
 from sansac.config import Critic as CriticConfig
-from sansac.replay import Batch
+
+if TYPE_CHECKING:
+    from sansac.replay import Batch
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 

@@ -22,8 +22,7 @@ from sansac.spiking import SpikingActor
 class OffPolicy:
     """Networks, targets, optimisers and random streams of one agent.
 
-    Observations are raw [B, obs]; actions are the tanh's, in (-1, 1), [B, act]. After `update`,
-    `prediction` [copies, B, quantiles] and `target` [B, atoms] are what its critics' loss compared.
+    Observations are raw [B, obs]; actions are the tanh's, in (-1, 1), [B, act].
     """
 
     prediction: Tensor
@@ -114,6 +113,12 @@ class OffPolicy:
         """|Q - y| of each transition of the last update, mean over critics and quantiles, [B]."""
         predicted = self.prediction.detach().mean(-1)
         return (predicted - self.target.mean(-1)).abs().mean(0)
+
+    def regress(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """The critics' loss of predictions, [copies, B, quantiles], against a target, [B, atoms],
+        weighted, [B]; `td_error` tells of these two until the next."""
+        self.prediction, self.target = prediction.detach(), target
+        return self.critic.loss(prediction, target, weight)
 
     def set_training(self, mode: bool) -> None:
         """`actor.train(mode)` for the few modules that read it: to visit all takes time."""

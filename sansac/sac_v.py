@@ -48,8 +48,7 @@ class SACV(SAC):
             bootstrap = self.target_value(batch.next_observation)
             target = batch.reward[:, None] + batch.discount[:, None] * bootstrap
         prediction = self.critic(batch.observation, batch.action)
-        self.prediction, self.target = prediction.detach(), target
-        return self.critic.loss(prediction, target, batch.weight), prediction
+        return self.regress(prediction, target, batch.weight), prediction
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One step of value, critics, actor with temperature, and targets, in this order.

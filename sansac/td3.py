@@ -76,8 +76,7 @@ class TD3(OffPolicy):
         """
         prediction, bootstrap = self.critic.pair(batch, next_action, self.target_critic)
         target = batch.reward[:, None] + batch.discount[:, None] * bootstrap
-        self.prediction, self.target = prediction.detach(), target
-        return self.critic.loss(prediction, target, batch.weight), prediction
+        return self.regress(prediction, target, batch.weight), prediction
 
     def actor_loss(self, observation: Tensor, action: Tensor) -> Tensor:
         """-E[Q_1(s, pi(s))] (paper, alg. 1)."""
