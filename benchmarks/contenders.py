@@ -33,7 +33,7 @@ from sansac import kernels
 from sansac.algorithm import SAC
 from sansac.config import Config, load_yaml, preset_for, resolve
 from sansac.logger import read_metrics
-from sansac.manager import Manager
+from sansac.manager import Manager, peak_megabytes
 from sansac.networks import layered
 from sansac.replay import ReplayBuffer
 
@@ -456,6 +456,7 @@ def acting(san: bool) -> Callable[[Setup], Turn]:
 def memory(setup: Setup) -> Turn:
     """Peak resident megabytes of a run in a process of its own, and what they grew by after its
     buffer was full. Few updates are made: they take time, not memory."""
+    resident_bytes()  # whether the system tells
     capacity = setup.capacity
     options = {
         "threads": setup.threads, "total-steps": capacity * 4 // 3,
@@ -471,13 +472,15 @@ def memory(setup: Setup) -> Turn:
             command = [sys.executable, "runner.py", "--no-video", f"--runs-dir={directory}", *words]
             quiet = subprocess.DEVNULL
             process = subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet)
-            _, status, usage = os.wait4(process.pid, 0)
-            if status:
-                raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+            whole = 0.0
+            while process.poll() is None:
+                whole = max(whole, peak_megabytes(process.pid))
+                time.sleep(0.05)
+            if process.returncode:
+                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
             (path,) = Path(directory).rglob("metrics.jsonl")
             rows = [row for row in read_metrics(path) if "perf/memory_mb" in row]
         peaks = [row["perf/memory_mb"] for row in rows if row["step"] >= capacity * 1.1]
-        whole = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
         return {"MB": whole, "growth": peaks[-1] - peaks[0]}
 
     return turn

@@ -484,17 +484,18 @@ def lowest(values: Tensor, kept: int) -> Tensor:
 
 
 def norm_relu(
-    x: Tensor, gain: Tensor, bias: Tensor, epsilon: float = 1e-5
+    x: Tensor, gain: Tensor, bias: Tensor, epsilon: float = 1e-5, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """ReLU of the LayerNorm of x, [C, B, N], and what its backward needs, [C, B, 2].
 
     Gain and bias, [C, 1, N], are each copy's own. On a CPU one pass over memory where torch makes
-    three, and six back.
+    three, and six back; into `out`, which may be x where no backward follows.
     """
     if _plain(x):
         normed, mean, factor = torch.native_layer_norm(x, x.shape[-1:], None, None, epsilon)
         return torch.addcmul(bias, normed, gain).relu_(), torch.cat([mean, factor], -1)
-    y, statistics = torch.empty_like(x), x.new_empty(*x.shape[:2], 2)
+    y = torch.empty_like(x) if out is None else out
+    statistics = x.new_empty(*x.shape[:2], 2)
     pointers = [t.data_ptr() for t in (x, gain, bias, y, statistics)]
     _found(_native()).norm_relu_forward(*pointers, epsilon, *x.shape, torch.get_num_threads())
     return y, statistics
@@ -504,7 +505,7 @@ def norm_relu_backward(
     gradient: Tensor, x: Tensor, gain: Tensor, y: Tensor, statistics: Tensor, learned: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, and where gain and bias are `learned`, theirs; y and statistics as returned
-    by `norm_relu`. All tensors are contiguous."""
+    by `norm_relu`. All tensors are contiguous; that of x may overwrite `gradient`."""
     if _plain(x):
         mean, factor = (part.contiguous() for part in statistics.split(1, -1))
         passed = gradient * (y > 0)
@@ -515,12 +516,11 @@ def norm_relu_backward(
             return to_x, None, None
         to_gain = (passed * (x - mean) * factor).sum(1, keepdim=True)
         return to_x, to_gain, passed.sum(1, keepdim=True)
-    to_x = torch.empty_like(x)
     to_gain, to_bias = (torch.zeros_like(gain) if learned else None for _ in range(2))
-    tensors = (x, gain, y, statistics, gradient, to_x, to_gain, to_bias)
+    tensors = (x, gain, y, statistics, gradient, gradient, to_gain, to_bias)
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     _found(_native()).norm_relu_backward(*pointers, *x.shape, torch.get_num_threads())
-    return to_x, to_gain, to_bias
+    return gradient, to_gain, to_bias
 
 
 # ---- one action ----------------------------------------------------------------------------------

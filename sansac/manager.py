@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -568,7 +569,7 @@ class Manager:
         values["perf/steps_per_second"] = steps / (collecting + learning)
         values["perf/updates_per_second"] = updates / (collecting + learning)
         values["perf/collect_seconds"], values["perf/learn_seconds"] = collecting, learning
-        values["perf/memory_mb"] = resident_megabytes()
+        values["perf/memory_mb"] = peak_megabytes()
         if self.checkpoint_seconds:
             values["perf/checkpoint_seconds"], self.checkpoint_seconds = self.checkpoint_seconds, 0
         self._log(values | self.logger.gpu_metrics())
@@ -993,9 +994,16 @@ def auto_threads() -> int:
     return 1
 
 
-def resident_megabytes() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return usage / (2**20 if sys.platform == "darwin" else 2**10)
+def peak_megabytes(process: int | str = "self") -> float:
+    """Peak resident memory of a process. On Linux `getrusage` counts that of the parent too, from
+    which a process is forked."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return usage / (2**20 if sys.platform == "darwin" else 2**10)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(peak[1]) / 2**10 if peak else 0.0  # one that has ended has no memory
 
 
 def provenance() -> dict[str, Any]:

@@ -347,10 +347,13 @@ class StackedPerceptron(torch.autograd.Function):
     ) -> Tensor:
         *hidden, (last_weight, last_bias) = layered(parameters, normed)
         x = torch.cat([observation, action], -1).expand(len(last_weight), -1, -1)
-        kept = []
+        kept, no_backward = [], not any(ctx.needs_input_grad)
         for weight, bias, *norm in hidden:
             h = torch.baddbmm(bias, x, weight)
-            y, statistics = kernels.norm_relu(h, norm[0], norm[1]) if norm else (h.relu_(), h)
+            out = h if no_backward else None  # the less memory, the more of it stays in the cache
+            y, statistics = (
+                kernels.norm_relu(h, norm[0], norm[1], out=out) if norm else (h.relu_(), h)
+            )
             kept += [x, h, statistics]
             x = y
         ctx.save_for_backward(*parameters, *kept, x)
@@ -378,7 +381,7 @@ class StackedPerceptron(torch.autograd.Function):
                 )
                 found = [to_gain, to_bias, *found]
             else:
-                gradient = torch.ops.aten.threshold_backward(gradient, x, 0)
+                torch.ops.aten.threshold_backward(gradient, x, 0, grad_input=gradient)
         if ctx.needs_input_grad[1]:
             to_action = (gradient @ layers[0][0][:, -ctx.actions :].mT).sum(0)
         return None, to_action, None, *(found if learned else [None] * ctx.count)

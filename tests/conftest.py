@@ -19,11 +19,15 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box
+from hypothesis import settings
 
 import runner
 from sansac.config import Config, merge
 
 ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("untimed", deadline=None)  # an example may compile a kernel
+settings.load_profile("untimed")
 
 TINY: dict[str, Any] = {
     "env": "Pendulum-v1",

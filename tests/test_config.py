@@ -163,8 +163,8 @@ def configs(draw: st.DrawFn) -> Config:
     return Config(**drawn)
 
 
-thorough = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-brief = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+brief = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 
 
 # -- round trips -----------------------------------------------------------------------------------

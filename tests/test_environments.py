@@ -37,7 +37,7 @@ from sansac.environments import (
 from sansac.networks import RunningNorm
 from sansac.replay import ReplayBuffer
 
-property_test = settings(max_examples=100, deadline=None, derandomize=True)
+property_test = settings(max_examples=100, derandomize=True)
 
 
 class Walk(gym.Env):

@@ -65,7 +65,7 @@ class Life:
         return [state, -7.0, state]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     ends=st.integers(1, 3).flatmap(lambda envs: st.lists(
         st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=envs, max_size=envs),

@@ -164,7 +164,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS, torn=st.integers(0, 10_000), step=st.integers(-1, 10))
 def test_a_file_torn_anywhere_is_read_and_cut(
     tmp_path_factory: pytest.TempPathFactory,
@@ -197,7 +197,7 @@ def test_a_file_torn_anywhere_is_read_and_cut(
     assert not path.with_name("torn.jsonl.tmp").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=80) | st.from_regex(rb'\A\{"step": ?[-\d.e]+(, "a": .{0,9})?\}\n\Z'))
 def test_reading_foreign_bytes_gives_rows_or_an_error_that_names_the_line(
     tmp_path_factory: pytest.TempPathFactory, content: bytes

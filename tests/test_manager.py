@@ -424,7 +424,7 @@ def test_updates_keep_their_ratio_to_steps(num_envs: int, ratio: float, tmp_path
     starts=st.integers(0, 5000),
     rounds=st.integers(1, 400),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_arithmetic_of_the_ratio(ratio: Any, num_envs: int, starts: int, rounds: int) -> None:
     """case 19: to within rounding to a whole update, however steps are cut into rounds."""
     manager = object.__new__(Manager)

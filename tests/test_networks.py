@@ -33,7 +33,7 @@ from sansac.networks import (
 )
 from sansac.spiking import SpikingActor
 
-property_test = settings(max_examples=60, deadline=None, derandomize=True)
+property_test = settings(max_examples=60, derandomize=True)
 
 
 # ---- squashed Gaussian ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from sansac.prioritized import FLOOR, PrioritizedReplay, SumTree
 # -- the tree --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), capacity=st.sampled_from([1, 2, 15, 16, 17, 100, 256, 257, 4097]))
 def test_sums_and_finds_agree_with_a_running_sum(data: st.DataObject, capacity: int) -> None:
     """Powers of two or not, whatever was set before, leaves of 0 among them."""

@@ -127,7 +127,7 @@ def check_rows(buffer: ReplayBuffer, windows: dict[float, Window]) -> set[float]
 
 
 any_case = given(streams(), st.integers(1, 6), st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]))
-property_test = settings(max_examples=150, deadline=None, derandomize=True)
+property_test = settings(max_examples=150, derandomize=True)
 
 
 @property_test

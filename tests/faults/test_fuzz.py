@@ -47,7 +47,7 @@ def fuzz(strategy: st.SearchStrategy[Any], cases: float, case: Callable[[Any], N
     count = 0
 
     @settings(
-        max_examples=int(cases), deadline=None, derandomize=True, database=None,
+        max_examples=int(cases), derandomize=True, database=None,
         suppress_health_check=list(HealthCheck), phases=[Phase.generate],
     )  # fmt: skip
     @given(strategy)
