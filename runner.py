@@ -92,8 +92,13 @@ class Evaluate(Command):
     """Seed that the episodes' seeds are derived from."""
     stochastic: bool = False
     """Sample actions from the policy instead of taking the tanh of its mean."""
+    noise: float = 0.0
+    """Gaussian noise on what the policy observes, in standard deviations of training's
+    observations."""
+    dropout: float = 0.0
+    """Probability, an entry of an observation and step, that the policy reads 0 instead."""
     video: bool = False
-    """Film the first episode into RUN/videos/."""
+    """Film the first episode, undisturbed, into RUN/videos/."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -472,7 +477,9 @@ def evaluate(arguments: Sequence[str]) -> int:
             mean = sum(returns) / len(returns)
             activity.tell(f"{len(returns)} of {asked.episodes} episodes, mean return {mean:.1f}")
 
-        result = manager.evaluate(asked.episodes, asked.seed, asked.stochastic, tell)
+        result = manager.evaluate(
+            asked.episodes, asked.seed, asked.stochastic, tell, asked.noise, asked.dropout
+        )
     if asked.video:
         path = asked.run / "videos" / f"evaluation-seed{asked.seed}.mp4"
         manager.record_video(path, asked.seed)
@@ -851,6 +858,8 @@ def show(result: dict[str, Any], kind: str = "deterministic") -> None:
     table.add_column(f"{kind} evaluation")
     table.add_column("", justify="right")
     table.add_row("episodes", str(result["episodes"]))
+    if result["noise"] or result["dropout"]:
+        table.add_row("noise, dropout", f"{result['noise']:g}, {result['dropout']:g}")
     numbers = {k: f"{v:.1f}" for k, v in result.items() if isinstance(v, float)}
     table.add_row("return, mean ± std", f"{numbers['return_mean']} ± {numbers['return_std']}")
     table.add_row("return, interquartile mean", numbers["return_iqm"])

@@ -227,6 +227,24 @@ class Episodic(gym.Wrapper):
         return observation
 
 
+class Disturbed(gym.ObservationWrapper):
+    """Sensors at fault: every entry of an observation, [obs], gets Gaussian noise of the standard
+    deviation `noise`, [obs], and reads 0 with the probability `dropout`, anew at each step."""
+
+    def __init__(self, env: gym.Env, noise: np.ndarray, dropout: float) -> None:
+        super().__init__(env)
+        self.noise, self.dropout = noise, dropout
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.stream = np.random.default_rng(seed)
+        return super().reset(seed=seed, options=options)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        noisy = observation + self.noise * self.stream.standard_normal(observation.shape)
+        kept = self.stream.random(observation.shape) >= self.dropout
+        return (noisy * kept).astype(observation.dtype)
+
+
 def _worker(make_env: MakeEnv, index: int) -> gym.Env:
     if multiprocessing.parent_process() is not None:
         for number in (signal.SIGINT, signal.SIGTERM):  # both are the manager's to handle

@@ -32,6 +32,7 @@ from sansac.algorithm import SAC
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
     ActionScale,
+    Disturbed,
     EnvironmentFault,
     MakeEnv,
     NonFiniteError,
@@ -430,18 +431,31 @@ class Manager:
         seed: int = 0,
         stochastic: bool = False,
         on_episode: Callable[[float], None] = lambda _: None,
+        noise: float = 0.0,
+        dropout: float = 0.0,
     ) -> dict[str, Any]:
         """Returns and their statistics over `episodes`, each on a seed derived from (seed, i).
 
+        `noise` and `dropout` disturb what the policy sees: Gaussian noise in standard deviations
+        of the observations seen in training, and the probability that an entry reads 0.
+
         The numbers depend on the policy and these arguments alone; training streams do not move.
         Keys as `evaluate --json` prints them; {} where a signal cut it short. Raises ConfigError
-        for less than one episode.
+        for less than one episode, negative noise or a dropout that is no probability.
         """
         if episodes < 1:
             raise ConfigError(f"episodes: expected 1 or more, found {episodes}")
+        if not (0 <= noise < math.inf and 0 <= dropout <= 1):
+            raise ConfigError(
+                f"noise must be at least 0 and dropout from 0 to 1, found {noise} and {dropout}"
+            )
+        make_env: MakeEnv = self.evaluation_env
+        if noise or dropout:
+            spread = self.algorithm.norm.var.sqrt().cpu().numpy()
+            make_env = lambda: Disturbed(self.evaluation_env(), noise * spread, dropout)  # noqa: E731
         result = evaluate(
             self.policy,
-            self.evaluation_env,
+            make_env,
             episodes=episodes,
             seed=seed,
             stochastic=stochastic,
@@ -458,6 +472,8 @@ class Manager:
             "step": self.step,
             "episodes": episodes,
             "seed": seed,
+            "noise": noise,
+            "dropout": dropout,
             **result,
         }
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny
@@ -17,10 +18,11 @@ from matplotlib.image import imread
 from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import contenders, costs, minutes, train
+from benchmarks import contenders, converted, costs, minutes, train
 from benchmarks.contenders import QUICK, Setup
 from sansac.algorithm import SAC
 from sansac.config import load_yaml
+from sansac.manager import Manager
 
 FAST = (
     "update", "limit", "spiking-t2-linear", "quantiles", "sampling", "buffer", "collect", "logging",
@@ -210,3 +212,28 @@ def test_all_of_it_runs(tmp_path: Path) -> None:
         costs.CURVES, 2
     )
     assert (tmp_path / "cost.png").exists()
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_converted_agent_nears_the_dense_one_with_time(
+    batch_norm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = Manager(tiny(tmp_path, name="run", actor={"batch_norm": batch_norm}))
+    manager.train()
+    out = tmp_path / "converted.json"
+    words = [str(manager.run_dir), "--episodes", "3", "--time-steps", "1", "256"]
+    converted.main([*words, "--out", str(out)])
+    dense, *rows = json.loads(out.read_text())["rows"]
+    assert dense["returns"] == pytest.approx(manager.evaluate(3)["returns"], rel=1e-4)
+    assert [row["time_steps"] for row in rows] == [1, 256, 1, 256]
+    for once, long in zip(rows[::2], rows[1::2], strict=True):
+        far, near = (np.abs(np.subtract(row["returns"], dense["returns"])) for row in (once, long))
+        assert near.mean() < far.mean()
+    assert "converted, 99.9%" in capsys.readouterr().out
+
+
+def test_a_spiking_agent_is_not_converted(tmp_path: Path) -> None:
+    manager = Manager(tiny(tmp_path, name="run", san=True))
+    manager.train()
+    with pytest.raises(SystemExit, match="dense actor"):
+        converted.main([str(manager.run_dir)])

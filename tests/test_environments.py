@@ -23,6 +23,7 @@ from sansac.environments import (
     EVALUATION,
     TRAINING,
     ActionScale,
+    Disturbed,
     EnvironmentFault,
     Episodic,
     MakeEnv,
@@ -584,3 +585,15 @@ def test_an_action_that_is_not_finite_reaches_no_environment() -> None:
         rollout.step(step_action)
     assert [len(history) for history in rollout.actions] == [0, 0]
     rollout.close()
+
+
+def test_disturbed_sensors_have_noise_of_the_size_asked_and_drop_as_often() -> None:
+    env = Disturbed(gym.make("Pendulum-v1"), noise=np.array([0.0, 0.5, 2.0]), dropout=0.25)
+    env.reset(seed=3)
+    seen = np.array([env.observation(np.full(3, 5.0, np.float32)) for _ in range(20_000)])
+    dropped = seen == 0
+    assert seen.dtype == np.float32
+    assert np.allclose(dropped.mean(0), 0.25, atol=0.01)
+    for column, gone, noise in zip(seen.T, dropped.T, (0.0, 0.5, 2.0), strict=True):
+        assert column[~gone].mean() == pytest.approx(5, abs=0.05)
+        assert column[~gone].std() == pytest.approx(noise, rel=0.03)

@@ -20,11 +20,13 @@ from conftest import ROOT, Call, comparable, differences, flags, load_state, sta
 import runner
 from sansac import config as config_module
 from sansac.checkpoint import read_config, read_record
+from sansac.environments import EVALUATION, Episodic, episode_seed
+from sansac.evaluation import run_episode
 from sansac.manager import Manager
 
 KEYS = [
-    "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "returns", "return_mean",
-    "return_std", "return_iqm", "return_min", "return_max", "length_mean",
+    "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "noise", "dropout",
+    "returns", "return_mean", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
 ]  # fmt: skip
 
 
@@ -374,6 +376,25 @@ def test_evaluate_repeats_the_runs_own_final_evaluation(run_dir: Path, call: Cal
     final = read_record(run_dir)["final"]
     result = evaluated(call, run_dir, "--episodes", "2")
     assert result == {**final, "checkpoint": "last"}
+
+
+def test_evaluate_disturbs_what_the_policy_observes(run_dir: Path, call: Call) -> None:
+    words = (run_dir, "--episodes", "2")
+    noisy = evaluated(call, *words, "--noise", "0.5")
+    assert noisy["noise"] == 0.5 and noisy["returns"] != evaluated(call, *words)["returns"]
+    assert evaluated(call, *words, "--noise", "0.5") == noisy
+
+    blind = evaluated(call, *words, "--dropout", "1")  # nothing but zeros: one action for ever
+    manager = Manager.load(run_dir)
+    action = manager.policy(np.zeros(3, np.float32))
+    env = Episodic(manager.evaluation_env())
+    seeds = [episode_seed(EVALUATION, 0, i) for i in range(2)]
+    assert blind["returns"] == [run_episode(lambda _: action, env, seed)[0] for seed in seeds]
+
+    code, out, _ = call("evaluate", *words, "--dropout", "0.25")
+    assert code == 0 and "0, 0.25" in out
+    code, _, err = call("evaluate", *words, "--dropout", "1.5")
+    assert code == 2 and "dropout from 0 to 1, found 0.0 and 1.5" in err
 
 
 def test_evaluate_takes_any_checkpoint(run_dir: Path, call: Call, tmp_path: Path) -> None:
