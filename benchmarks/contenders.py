@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import math
 import os
 import subprocess
 import sys
@@ -279,13 +278,6 @@ def plain_perceptron(
     return torch.baddbmm(last_bias, x, last_weight)
 
 
-def plain_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    u = mean + log_std.exp() * noise
-    density = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    correction = 2 * (math.log(2) - u - torch.nn.functional.softplus(-2 * u))
-    return torch.tanh(u), (density - correction).sum(-1)
-
-
 def plain_lowest(values: Tensor, kept: int) -> Tensor:
     return values.transpose(0, 1).flatten(1).sort(-1).values[:, :kept]
 
@@ -522,9 +514,6 @@ FAMILIES: dict[str, dict[str, Callable[[Setup], Turn]]] = {
         "preset, averaging": without("sansac.algorithm.polyak", plain_polyak, update(PRESET)),
         "preset, critics": without(
             "sansac.networks.StackedPerceptron.apply", plain_perceptron, update(PRESET)
-        ),
-        "preset, sample": without(
-            "sansac.networks.SquashedSample.apply", plain_sample, update(PRESET)
         ),
         "preset, drop": without("sansac.kernels.lowest", plain_lowest, update(PRESET)),
         "preset, quantiles": without(

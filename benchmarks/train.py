@@ -142,7 +142,6 @@ CPU = (
           "preset, spiking", "preset"),
     ablation("averaging", "averages tensor by tensor", "preset, averaging"),
     ablation("critics", "critics by autograd, their LayerNorm in torch", "preset, critics"),
-    ablation("sample", "the policy's sample by autograd", "preset, sample"),
     ablation("drop", "the largest quantiles found by a sort", "preset, drop"),
     ablation("quantile-loss", "the quantile loss in torch", "preset, quantiles"),
     ablation("neurons", "neurons in torch", "preset, neurons", "preset, spiking"),

@@ -34,34 +34,10 @@ def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tenso
     softplus(-2u)) is taken from the pre-tanh sample, so it is exact where tanh saturates
     (Haarnoja et al. 2018, arXiv:1812.05905, appendix C, in its stable form).
     """
-    action, log_prob = SquashedSample.apply(mean, log_std, noise)
-    return action, log_prob
-
-
-class SquashedSample(torch.autograd.Function):
-    """`squashed_sample` as one node: on tensors this small autograd's bookkeeping is the cost.
-
-    With u = mean + std noise: d a / d u = 1 - a^2, and d log pi / d u = 2 a, since the Gaussian's
-    own density does not move with u when the noise is given.
-    """
-
-    @staticmethod
-    def forward(ctx, mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        spread = log_std.exp().mul_(noise)
-        u = mean + spread
-        log_prob = (-0.5 * noise.square()).sub_(log_std).sub_(0.5 * math.log(2 * math.pi))
-        correction = 2 * (math.log(2) - u - F.softplus(-2 * u))
-        action = torch.tanh(u)
-        ctx.save_for_backward(action, spread)
-        return action, (log_prob - correction).sum(-1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, to_action: Tensor, to_log_prob: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
-        action, spread = ctx.saved_tensors
-        to_log_prob = to_log_prob[:, None]
-        to_mean = to_action * (1 - action.square()) + 2 * to_log_prob * action
-        return to_mean, to_mean * spread - to_log_prob, None
+    u = mean + log_std.exp() * noise
+    density = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    correction = 2 * (math.log(2) - u - F.softplus(-2 * u))
+    return torch.tanh(u), (density - correction).sum(-1)
 
 
 def squashed_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
