@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import multiprocessing
 import os
@@ -755,7 +756,8 @@ class Manager:
         return manager
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """Write an agent directory: config.yaml, agent.pt (weights and normaliser), README.md.
+        """Write an agent directory: config.yaml, agent.pt (weights and normaliser), README.md and,
+        for a run that has ended with it, its final evaluation as evaluation.json.
 
         Raises ConfigError where it exists and is not empty, unless `overwrite`.
         """
@@ -773,7 +775,17 @@ class Manager:
             "counters": {"step": self.step, "updates": self.updates},
         }
         checkpoint.save(path / "agent.pt", state)
-        card = agent_card(self.config, self.step, self.updates)
+        record = checkpoint.read_record(self.run_dir) if self.run_dir else {}
+        final = record.get("final", {})
+        final = final if final.get("step") == self.step else {}  # not of this checkpoint
+        if final:
+            about = {key: record.get(key) for key in ("commit", "versions", "machine")}
+            text = json.dumps(final | {"checkpoint": "agent.pt"} | about, indent=1) + "\n"
+            checkpoint.write_atomically(
+                path / "evaluation.json", lambda file: file.write(text.encode())
+            )
+        parameters = sum(p.numel() for p in self.algorithm.policy_actor.parameters())
+        card = agent_card(self.config, self.step, self.updates, parameters, final, record)
         checkpoint.write_atomically(path / "README.md", lambda file: file.write(card.encode()))
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -1045,13 +1057,40 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def agent_card(config: Config, step: int, updates: int) -> str:
-    """README.md of an agent directory."""
-    return f"""# {config.env}, {config.actor_name} actor
-
-An agent of the algorithm {config.algorithm}, trained by sansac: seed {config.seed},
-{step:,} environment steps, {updates:,} updates. `agent.pt` holds the actor's weights and the
-observation normaliser, `config.yaml` everything else.
-
-    python runner.py evaluate {"<this directory>"}
-"""
+def agent_card(
+    config: Config,
+    step: int,
+    updates: int,
+    parameters: int,
+    final: dict[str, Any],
+    record: dict[str, Any],
+) -> str:
+    """README.md of an agent directory: what it is, how it was made and, where known, what it
+    scores."""
+    lines = [
+        f"# {config.env}, {config.actor_name} actor",
+        "",
+        f"An agent of the algorithm {config.algorithm}, trained by sansac: seed {config.seed},",
+        f"{step:,} environment steps, {updates:,} updates; {parameters:,} parameters.",
+        "`agent.pt` holds them and the observation normaliser, `config.yaml` everything else:",
+        "`train --config` on it trains another.",
+        "",
+        '    python runner.py evaluate "<this directory>"',
+    ]
+    if final:
+        rates = ", ".join(f"{rate:.2f}" for rate in final.get("firing_rate", ()))
+        rows = {
+            "episodes": f"{final['episodes']}, deterministic, seed {final['seed']}",
+            "return, mean ± std": f"{final['return_mean']:.1f} ± {final['return_std']:.1f}",
+            "return, interquartile mean": f"{final['return_iqm']:.1f}",
+            "return, lowest to highest": f"{final['return_min']:.1f} to {final['return_max']:.1f}",
+            "episode length, mean": f"{final['length_mean']:.1f}",
+            "spikes a neuron and simulation step, by layer": rates,
+            "commit": str(record.get("commit")),
+            "versions": ", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items()),
+            "machine": str(record.get("machine")),
+        }
+        lines += ["", "| final evaluation | |", "|---|---|"]
+        lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
+        lines += ["", "All returns are in `evaluation.json`."]
+    return "\n".join(lines) + "\n"

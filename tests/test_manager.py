@@ -814,8 +814,13 @@ def test_an_agent_is_saved_and_loaded_with_its_normaliser(san: bool, tmp_path: P
     observation = np.float32([0.3, 0.9, -2.0])
     manager.save(tmp_path / "agent")
     assert sorted(p.name for p in (tmp_path / "agent").iterdir()) == [
-        "README.md", "agent.pt", "config.yaml",
+        "README.md", "agent.pt", "config.yaml", "evaluation.json",
     ]  # fmt: skip
+    told = json.loads((tmp_path / "agent" / "evaluation.json").read_text())
+    assert told["returns"] == manager.evaluate(config.final_episodes)["returns"]
+    card = (tmp_path / "agent" / "README.md").read_text()
+    assert f"{told['return_mean']:.1f} ± {told['return_std']:.1f}" in card
+    assert str(told["commit"]) in card and str(tmp_path) not in card
     for path in (manager.directory, tmp_path / "agent"):
         loaded = Manager.load(path)
         assert loaded.step == 160
