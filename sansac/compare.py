@@ -59,6 +59,9 @@ MOST_VIDEO = 4_000_000  # bytes of a video in the report
 POINTS = 100  # most points of a group's curve
 NONE = "–"
 READ = {"returns": list, "step": int, "seed": int, "episodes": int}  # of a final evaluation
+FINAL = (  # of a final evaluation, in runs.csv
+    "step", "episodes", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
+)  # fmt: skip
 # Fields that say where and how often things are told, not what is learned; seeds; and what is
 # flagged from the record of the run itself.
 IGNORED = (
@@ -675,6 +678,7 @@ def write(comparison: Comparison, out: Path, on_step: Callable[[str], None]) -> 
         images.append((picture, themes))
     write_csv(out / "curves.csv", curve_rows(comparison))
     write_csv(out / "table.csv", comparison.summaries)
+    write_csv(out / "runs.csv", final_rows(comparison))
     write_text(out / "table.md", markdown(comparison))
     write_text(out / REPORT, report(comparison, images))
 
@@ -694,6 +698,25 @@ def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 pairs = zip(run.evaluations[axis], run.evaluations["return"], strict=True)
                 rows += [same | {"run": run.name, "x": x, "return": y} for x, y in pairs]
     return rows
+
+
+def final_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """A row a run: how long it trained and, where it has ended, its final evaluation."""
+    return [
+        {
+            "group": group.name,
+            "run": run.name,
+            "seed": run.config.seed,
+            "updates": run.updates,
+            "minutes": run.minutes,
+            "commit": run.record.get("commit"),
+            "score": run.score if run.final else None,
+            **{key: run.final[key] for key in FINAL if key in run.final},
+            **{f"firing_rate_{i}": r for i, r in enumerate(run.final.get("firing_rate", ()))},
+        }
+        for group in comparison.groups
+        for run in group.runs
+    ]
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

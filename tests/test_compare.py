@@ -331,7 +331,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Comparison]:
 def test_figures_tables_and_a_report_are_written(out: tuple[Path, Comparison]) -> None:
     directory, _ = out
     figures = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
-    others = {"curves.csv", "table.csv", "table.md", "report.html"}
+    others = {"curves.csv", "runs.csv", "table.csv", "table.md", "report.html"}
     assert {path.name for path in directory.iterdir()} == figures | others
     for name in FIGURES:
         image = imread(directory / f"{name}.png")
@@ -356,6 +356,12 @@ def test_curves_are_written_whole(out: tuple[Path, Comparison]) -> None:
         table = list(csv.DictReader(file))
     assert [float(row["mean"]) for row in table] == [2.0, 2.5]
     assert [float(row["iqm"]) for row in table] == [row["iqm"] for row in comparison.summaries]
+    with open(directory / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    scores = {row["run"]: row["score"] for row in rows}
+    assert len(scores) == 7 and scores.pop("running") == ""
+    for group in comparison.groups:
+        assert [float(scores[run.name]) for run in group.finished] == [*group.scores]
 
 
 def test_the_markdown_table_carries_its_notes(out: tuple[Path, Comparison]) -> None:
