@@ -59,7 +59,7 @@ MOST_VIDEO = 4_000_000  # bytes of a video in the report
 POINTS = 100  # most points of a group's curve
 NONE = "–"
 READ = {"returns": list, "step": int, "seed": int, "episodes": int}  # of a final evaluation
-FINAL = (  # of a final evaluation, in runs.csv
+RUN_COLUMNS = (  # of a final evaluation, in runs.csv
     "step", "episodes", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
 )  # fmt: skip
 # Fields that say where and how often things are told, not what is learned; seeds; and what is
@@ -711,7 +711,7 @@ def final_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "minutes": run.minutes,
             "commit": run.record.get("commit"),
             "score": run.score if run.final else None,
-            **{key: run.final[key] for key in FINAL if key in run.final},
+            **{key: run.final[key] for key in RUN_COLUMNS if key in run.final},
             **{f"firing_rate_{i}": r for i, r in enumerate(run.final.get("firing_rate", ()))},
         }
         for group in comparison.groups
