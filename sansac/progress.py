@@ -56,6 +56,9 @@ class Progress:
         evaluation: float | None = None,
     ) -> None:
         """Tell the counters; as often as wanted, it costs about a microsecond."""
+        if updates and not self.updates:  # warming up says nothing of the speed of learning
+            self._samples.clear()
+            self._next_sample = self._began
         self.step, self.updates = step, updates
         if episode_return is not None:
             self.returns.append(episode_return)
@@ -128,9 +131,10 @@ class Progress:
         return (self.step - step) / seconds, (self.updates - updates) / seconds
 
     def eta(self) -> float | None:
-        """Seconds to the end at the present rate; None while it is unknown."""
+        """Seconds to the end at the present rate; None while it is unknown, as it is before the
+        first update."""
         rates = self.rates()
-        return (self.total - self.step) / rates[0] if rates else None
+        return (self.total - self.step) / rates[0] if rates and self.updates else None
 
     def status(self) -> str:
         """Rates, returns and evaluation, those that there are."""

@@ -113,15 +113,29 @@ def test_rates_and_eta_of_a_resumed_run_start_where_it_resumes(seconds: Clock) -
 
 
 def test_rates_follow_the_last_half_minute(seconds: Clock) -> None:
-    """Random warm-up steps are fast; an ETA from the whole run would be far off."""
+    """An ETA from the whole run would be far off where it slows down."""
     progress = Progress(100_000)
     step = 0
     for rate in [5000] * 10 + [100] * 40:
         seconds.now += 1.0
         step += rate
-        progress.update(step, 0)
-    assert progress.rates() == (100.0, 0.0)
+        progress.update(step, step)
+    assert progress.rates() == (100.0, 100.0)
     assert progress.eta() == (100_000 - step) / 100
+
+
+def test_warming_up_promises_no_end(seconds: Clock) -> None:
+    """Its random steps without updates are many times faster than learning."""
+    progress = Progress(100_000)
+    for i in range(1, 6):
+        seconds.now += 1.0
+        progress.update(5000 * i, 0)
+    assert progress.rates() == (5000.0, 0.0) and progress.eta() is None
+    for i in range(1, 6):
+        seconds.now += 1.0
+        progress.update(25_000 + 100 * i, 25 * i)
+    assert progress.rates() == (100.0, 25.0)
+    assert progress.eta() == (100_000 - 25_500) / 100
 
 
 def test_a_long_pause_lowers_the_rate_and_does_not_stop_it(seconds: Clock) -> None:
@@ -150,10 +164,10 @@ wall, back = time.time, 0.0
 time.time = lambda: wall() - back
 from sansac.progress import Progress
 progress = Progress(10_000)
-progress.update(0, 0)
+progress.update(0, 1)
 back = 3600.0
 time.sleep(1.1)
-progress.update(100, 50)
+progress.update(100, 51)
 print(*progress.rates(), progress.eta(), progress.elapsed())
 """
     done = subprocess.run(
