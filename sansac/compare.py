@@ -174,6 +174,11 @@ class Group:
     def scores(self) -> Array:
         return np.array([run.score for run in self.finished])
 
+    @property
+    def seeds(self) -> str:
+        count = len(self.finished)
+        return "1 seed" if count == 1 else f"{count} seeds"
+
 
 class Curve(NamedTuple):
     """A statistic over seeds, the IQM of a learning curve, and its bootstrap band."""

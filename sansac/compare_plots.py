@@ -83,7 +83,7 @@ def draw_curve(axes: Axes, comparison: Comparison, group: Group, axis: str, look
         axes.plot(points[axis], points["return"], color=look.color, lw=0.7, alpha=0.45)
     x, iqm, low, high = comparison.curves[axis][group.name]
     axes.fill_between(x, low, high, color=look.color, alpha=0.2, lw=0)
-    label = f"{group.name}, {len(group.finished)} seeds"
+    label = f"{group.name}, {group.seeds}"
     marker: dict[str, Any] = {"marker": look.marker, "ms": 4 if len(x) < 40 else 0}
     axes.plot(x, iqm, color=look.color, ls=look.dash, lw=2, label=label, **marker)
 
@@ -198,7 +198,7 @@ def draw_profile(comparison: Comparison) -> Figure:
         color, dash, _ = look[group.name]
         returns, share, low, high = comparison.profiles[group.name]
         axes.fill_between(returns, low, high, color=color, alpha=0.15, lw=0)
-        label = f"{group.name}, {len(group.finished)} seeds"
+        label = f"{group.name}, {group.seeds}"
         axes.plot(returns, share, color=color, ls=dash, lw=2, label=label)
     axes.set_xlabel("return")
     axes.set_ylabel("share of seeds that score above it")
