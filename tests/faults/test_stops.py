@@ -125,8 +125,8 @@ def test_while_wandb_closes(no_account: None, tmp_path: Path) -> None:
     config = tiny(tmp_path, name="run", total_steps=400, log_every=2, wandb="offline")
     harmed = train(config)
     harmed.wait_for(lambda: last_step(run_of(config)) > 40)
-    for pid in marked_pids(harmed.mark, "wandb-core"):
-        os.kill(pid, signal.SIGSTOP)
+    (service,) = marked_pids(harmed.mark, "wandb-core")
+    os.kill(service, signal.SIGSTOP)
     harmed.wait_for(lambda: read_record(run_of(config)).get("status") == "finished")
     time.sleep(0.3)
     assert stop(harmed, signal.SIGTERM)[0] == 143
