@@ -54,7 +54,7 @@ class Harmed:
         while True:
             self.wait_for(condition)
             self.process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             if condition():  # it may have gone on until the signal was there
                 return
             self.process.send_signal(signal.SIGCONT)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import KEY, load_state, tiny
-from injection import Harmed, last_step, marked_pids, resume, train
+from injection import PATIENCE, Harmed, last_step, marked_pids, resume, train
 
 from sansac.checkpoint import read_record
 from sansac.config import Config
@@ -27,7 +27,9 @@ def stop(harmed: Harmed, *signals: signal.Signals, pause: float = 0.3) -> tuple[
     for number in signals:
         harmed.process.send_signal(number)
         time.sleep(pause if len(signals) > 1 else 0)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the system still has its account
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # not forgotten yet
+        assert time.monotonic() - began < PATIENCE, "it does not end"
+        time.sleep(0.01)
     seconds, kept_waiting = time.monotonic() - began, waited(pid) - kept_waiting
     print(f"\nended after {seconds:.1f} s, in {kept_waiting:.1f} of which others had the processor")
     assert seconds - kept_waiting < SECONDS
@@ -110,8 +112,8 @@ def test_while_it_saves(tmp_path: Path) -> None:
     config = tiny(tmp_path, name="run", checkpoint_every=2, **LONG)
     part = run_of(config) / "checkpoints" / ".last.pt.tmp"
     harmed = train(config)
-    harmed.wait_for(lambda: last_step(run_of(config)) > 100 and part.exists())
-    assert stop(harmed, signal.SIGTERM)[0] == 143
+    harmed.halt_when(lambda: last_step(run_of(config)) > 100 and part.exists())
+    assert stop(harmed, signal.SIGTERM, signal.SIGCONT, pause=0)[0] == 143
     assert not part.exists()
     goes_on(run_of(config))
 
