@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import itertools
 import json
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from sansac.compare import Comparison, Run
 
 GROUPS = 3  # groups of a comparison that fit side by side in a terminal
+# What a system says of a path that no file of it can have: the fault is in what was asked for.
+NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 
 
 @dataclass
@@ -930,6 +933,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         fail("interrupted", 130)
     except OSError as error:  # a disk that is full, a directory that may not be written
+        if error.errno in NO_PATH:
+            fail(f"{error.filename} cannot be a path ({error.strerror}): give another one", 2)
         fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
     except MemoryError as error:
         fail(f"out of memory: {error or 'lower replay.capacity, or the widths of the networks'}", 1)

@@ -43,8 +43,9 @@ def make_run_dir(config: Config) -> Path:
                 return parent / candidate
             except FileExistsError:
                 continue
-    except OSError as error:
-        raise ConfigError(f"runs_dir: cannot write {parent}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero in it, or what is no text
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"runs_dir: cannot write {parent}: {reason}") from None
     raise ConfigError(
         f"name: {parent / name} exists; choose another --name, or go on with it: "
         f"train --resume {parent / name}"

@@ -7,6 +7,7 @@ flags.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -625,7 +626,7 @@ def preset_for(env: str) -> dict[str, Any]:
         raise ConfigError(f"no presets in {CONFIGS}: install with `pip install -e .` from a clone")
     task = re.sub(r"-v\d+$", "", env.rsplit("/", 1)[-1]).lower()
     path = CONFIGS / f"{slug(task)}.yaml"
-    return load_yaml(path) if path.is_file() else {}
+    return load_yaml(path) if os.path.isfile(path) else {}  # no file where an id is no name
 
 
 def presets_for(layer: dict[str, Any]) -> dict[str, Any]:
@@ -634,7 +635,7 @@ def presets_for(layer: dict[str, Any]) -> dict[str, Any]:
     preset = preset_for(str(layer.get("env", Config.model_fields["env"].default)))
     algorithm = str(layer.get("algorithm", preset.get("algorithm", "sac"))).replace("-", "_")
     path = CONFIGS / f"{slug(algorithm)}.yaml"
-    return merge(preset, load_yaml(path)) if path.is_file() else preset
+    return merge(preset, load_yaml(path)) if os.path.isfile(path) else preset
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

@@ -142,7 +142,9 @@ class Logger:
         if mode != "disabled":
             self._services.append(
                 Background(
-                    "wandb", lambda: WandbSink(config, run_dir, mode), release=release_wandb_service
+                    "wandb",
+                    lambda: WandbSink(config, run_dir, mode, hurried),
+                    release=release_wandb_service,
                 )
             )
         if config.tensorboard:
@@ -431,7 +433,13 @@ class WandbSink:
     run is a directory of its own under `wandb/`, uploaded later by `wandb sync`.
     """
 
-    def __init__(self, config: Config, run_dir: Path, mode: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        mode: str,
+        hurried: Callable[[], bool] = lambda: False,
+    ) -> None:
         # wandb sends its own crash reports unless told not to; offline must mean offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         if mode == "online" and not has_wandb_key():
@@ -444,7 +452,7 @@ class WandbSink:
             self._remote = RemoteId(run_dir) if mode == "online" else None
             self._run = start_wandb(config, run_dir, mode, self._remote, finish_timeout=timeout)
         except Exception as error:
-            if mode == "offline":
+            if mode == "offline" or hurried():  # an end is not held up by a second start
                 raise
             _log.warning("wandb records offline, its server was not reached: %s", reason_of(error))
             self._release()

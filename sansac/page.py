@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -322,7 +323,7 @@ def numbers(values: Iterable[float]) -> list[float | None]:
 
 def check_directory(directory: Path, overwrite: bool) -> None:
     """Raises ConfigError for a file, or for a directory that is not empty unless `overwrite`."""
-    if directory.exists() and not directory.is_dir():
+    if os.path.lexists(directory) and not directory.is_dir():  # a link to nothing is none either
         raise ConfigError(f"--out: {directory} is no directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise ConfigError(

@@ -224,9 +224,11 @@ def start(
     """A Python process of its own, if wanted in a process group of its own, with sansac on its
     path; `env` adds to the environment, `options` are Popen's."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # wandb leaves the address of its service here, once it ran: a process starts one of its own.
+    ours = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        env={**ours, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         text=True,
         start_new_session=new_group,
         **{"cwd": ROOT, **pipes, **options},

@@ -651,6 +651,25 @@ def test_online_without_a_key_asks_nobody(
     assert "no API key" in caplog.text
 
 
+@pytest.mark.parametrize(("hurried", "modes"), [(False, ["online", "offline"]), (True, ["online"])])
+def test_a_server_that_is_not_reached_is_made_up_for_unless_the_run_is_to_end(
+    hurried: bool, modes: list[str], run_dir: Path, fake_wandb: FakeWandb,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked = []
+
+    def init(mode: str, **options: Any) -> Any:
+        asked.append(mode)
+        if mode == "online":
+            raise RuntimeError("no server")
+        return fake(mode=mode, **options)
+
+    fake = fake_wandb.init
+    monkeypatch.setattr(fake_wandb, "init", init)
+    Logger(quiet(wandb="online"), run_dir, hurried=lambda: hurried).close()
+    assert asked == modes
+
+
 def test_what_is_off_leaves_no_trace(run_dir: Path) -> None:
     before = set(threading.enumerate())
     with Logger(quiet(), run_dir) as log:

@@ -118,6 +118,17 @@ WRONG = {
     "what is no run": (["evaluate", "."], "no config.yaml"),
     "no episodes": (["evaluate", ".", "--episodes", "0"], "--episodes"),
     "nothing to evaluate": (["evaluate"], "run"),
+    "too long a preset": (["--config", "9" * 400], "999 cannot be a path (File name too long)"),
+    "too long a run": (["latency", "9" * 400], "999 cannot be a path (File name too long)"),
+    "too long a run to resume": (["--resume", "a/" * 3000], "cannot be a path (File name too"),
+    "too long a directory": (["compare", ".", "--out", "9" * 400], "999 cannot be a path"),
+    "too long an environment": (["--env", "9" * 400], "999` doesn't exist"),
+    "too long an algorithm": (["--algorithm", "9" * 400], "algorithm: expected one of"),
+    "a zero in a path": (["--config", "zero.yaml", "--env", "Pendulum-v1"], "null byte"),
+    "a path that is no text": (
+        ["--config", "surrogate.yaml", "--env", "Pendulum-v1"],
+        "surrogates not allowed",
+    ),
 }
 
 
@@ -131,13 +142,15 @@ def test_an_error_is_one_message_and_leaves_nothing(
     Path("typo.yaml").write_text("learning: {gama: 0.9}\n")
     Path("odd.yaml").write_text("a: [1\n")
     Path("number.yaml").write_text("env: 5\n")
+    Path("zero.yaml").write_text('runs_dir: "a\\0b"\n')
+    Path("surrogate.yaml").write_text('runs_dir: "\\ud800"\n')
+    names = sorted(path.name for path in tmp_path.iterdir())
     code, out, err = call(*words)
     assert code == 2
     assert out == ""
     assert named in " ".join(err.split())
     assert "Traceback" not in err
     assert err.startswith("error: ") or err.count("full helptext") == 1
-    names = ["number.yaml", "odd.yaml", "typo.yaml"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 

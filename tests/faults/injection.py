@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from sansac.config import Config
 from sansac.logger import parse_row
 
 MARK = "SANSAC_FAULT"
+PATIENCE = 600.0  # seconds after which a process hangs: on a busy machine all takes its time
 WALKER: dict[str, Any] = {"env": "BipedalWalker-v3", "env_kwargs": {"max_episode_steps": 40}}
 
 # An environment of one's own in front of the command line: `python -c SCRIPT CLASS OPTIONS...`.
@@ -40,25 +42,35 @@ class Harmed:
         self.mark = secrets.token_hex(8)
         self.process = start(*words, new_group=True, env={**env, MARK: self.mark}, **options)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             assert self.process.poll() is None, "ended early: " + self.process.communicate()[1]
             assert time.monotonic() < deadline, "nothing happened"
             time.sleep(0.002)
 
-    def end(self, seconds: float = 60) -> tuple[int, str, str]:
+    def halt_when(self, condition: Callable[[], object]) -> None:
+        """Halt the process at a moment when the condition holds, and keep it there."""
+        while True:
+            self.wait_for(condition)
+            self.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            if condition():  # it may have gone on until the signal was there
+                return
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
         try:
-            out, err = self.process.communicate(timeout=seconds)
+            out, err = self.process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
         return self.process.returncode, out, err
 
-    def left(self, seconds: float = 5) -> list[str]:
+    def left(self) -> list[str]:
         """Command lines of processes that live on though this one has ended."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 30
         while (found := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return list(found.values())

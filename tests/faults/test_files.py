@@ -276,5 +276,5 @@ def test_trust_reaches_processes_that_are_started(module: Path, tmp_path: Path) 
     out = tmp_path / "sweep"
     command = ("sweep", "--out", out, "--seeds", "0", "--workers", "1", "--trust-env", *words)
     harmed = Harmed("runner.py", *command, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    code, _, err = harmed.end(120)
+    code, _, err = harmed.end()
     assert code == 0, err

@@ -26,32 +26,42 @@ def kill_again_and_again(config: Config, kills: int, seed: int) -> tuple[int, in
     left alone. Returns how many kills fell into a save, and the most steps that one cost."""
     assert config.name is not None
     run = config.runs_dir / config.env / config.name
+    part = run / "checkpoints" / ".last.pt.tmp"
     moments, in_saves, lost = random.Random(seed), 0, 0
     for kill in range(kills):
+        began = time.time()
         harmed = train(config) if kill == 0 else resume(run)
         harmed.wait_for((run / "checkpoints" / "last.pt").exists)
-        if kill == 0 or moments.random() > 0.2:  # the others while it starts
-            harmed.wait_for(lambda: fresh(run))
-        time.sleep(moments.uniform(0, 0.4))
+        if kill % 5 == 4:  # a save is too short for chance
+            harmed.halt_when(lambda: changed(part) > began)  # noqa: B023
+        else:
+            if kill == 0 or moments.random() > 0.2:  # the others while it starts
+                harmed.wait_for(
+                    lambda: changed(run / "metrics.jsonl") > max(began, time.time() - 0.1)  # noqa: B023
+                )
+            time.sleep(moments.uniform(0, 0.4))
         harmed.process.send_signal(signal.SIGKILL)
         assert harmed.end()[0] == -signal.SIGKILL
         assert harmed.left() == []
-        in_saves += (run / "checkpoints" / ".last.pt.tmp").exists()
+        in_saves += changed(part) > began  # not one that an earlier kill left
         state = checkpoint.load(run / "checkpoints" / "last.pt")
         lost = max(lost, last_step(run) - state["counters"]["step"])
 
     total = checkpoint.load(run / "checkpoints" / "last.pt")["counters"]["step"] + 200
-    code, out, err = resume(run, "--total-steps", str(total)).end(120)
+    code, out, err = resume(run, "--total-steps", str(total)).end()
     assert (code, out.splitlines()[-1]) == (0, str(run)), err
-    assert not (run / "checkpoints" / ".last.pt.tmp").exists()
+    assert not part.exists()
     Manager(config.model_copy(update={"name": "alone", "total_steps": total})).train()
     assert differences(comparable(run), comparable(run.with_name("alone"))) == []
     return in_saves, lost
 
 
-def fresh(run: Path) -> bool:
-    """Whether the run's metrics have grown within the last tenth of a second."""
-    return time.time() - (run / "metrics.jsonl").stat().st_mtime < 0.1
+def changed(path: Path) -> float:
+    """When a file was last written; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def test_a_run_that_is_killed_ends_like_one_left_alone(tmp_path: Path) -> None:
@@ -66,7 +76,7 @@ def test_twenty_five_kills_of_a_run(stack: dict[str, Any], tmp_path: Path) -> No
     config = tiny(tmp_path, name="run", **stack)
     in_saves, lost = kill_again_and_again(config, 25, seed=len(config.env))
     print(f"\n{config.env}: 25 kills, {in_saves} of them in a save, at most {lost} steps lost")
-    assert in_saves > 0
+    assert in_saves >= 5
     assert lost <= config.checkpoint_every + config.num_envs
 
 

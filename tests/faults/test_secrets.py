@@ -49,7 +49,7 @@ def test_no_canary_sings(no_account: None, tmp_path: Path) -> None:
     said = []
     for san, wandb in ((False, "offline"), (True, "online")):
         config = tiny(work, name=f"run-{san}", san=san, wandb=wandb, tensorboard=True, video=True)
-        code, out, err = train(config, env=environment).end(180)
+        code, out, err = train(config, env=environment).end()
         assert code == 0, err
         said += [out, err]
     run = work / "Pendulum-v1" / "run-True"
@@ -62,7 +62,7 @@ def test_no_canary_sings(no_account: None, tmp_path: Path) -> None:
         ("sweep", "--out", work / "sweep", "--seeds", "0", "--workers", "1", *words),
         ("tune", "--out", work / "tune", "--trials", "2", "--workers", "1", *words),
     ):
-        code, out, err = Harmed("runner.py", *command, env=environment, cwd=ROOT).end(240)
+        code, out, err = Harmed("runner.py", *command, env=environment, cwd=ROOT).end()
         assert code == 0, err
         said += [out, err]
     assert len(list(work.rglob("*"))) > 50
