@@ -165,7 +165,7 @@ def test_the_profile_is_the_whole_update() -> None:
     assert all(0 < share < 1 for share in shares.values())
 
 
-@pytest.mark.parametrize("part", ["averaging", "critics", "sample", "drop", "quantiles"])
+@pytest.mark.parametrize("part", ["averaging", "critics", "drop", "quantiles"])
 def test_plain_forms_learn_what_ours_learn(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an ablation row puts in place of a part differs from it in speed alone."""
     learned = []

@@ -888,9 +888,9 @@ def test_an_evaluation_lists_what_it_did(tmp_path: Path) -> None:
     seen: list[float] = []
     result = manager.evaluate(episodes=3, seed=2, on_episode=seen.append)
     assert list(result) == [
-        "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "returns",
-        "return_mean", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
-        "firing_rate",
+        "env", "actor", "algorithm", "checkpoint", "step", "episodes", "seed", "noise", "dropout",
+        "returns", "return_mean", "return_std", "return_iqm", "return_min", "return_max",
+        "length_mean", "firing_rate",
     ]  # fmt: skip
     assert result["returns"] == seen and result["actor"] == "spiking"
     assert result["checkpoint"] is None and result["length_mean"] == 40
