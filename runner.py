@@ -857,21 +857,16 @@ def show(result: dict[str, Any], kind: str = "deterministic") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from sansac.evaluation import summary
+
     table = Table(title=f"{result['env']}, {result['actor']} actor, step {result['step']:,}")
     table.add_column(f"{kind} evaluation")
     table.add_column("", justify="right")
     table.add_row("episodes", str(result["episodes"]))
     if result["noise"] or result["dropout"]:
         table.add_row("noise, dropout", f"{result['noise']:g}, {result['dropout']:g}")
-    numbers = {k: f"{v:.1f}" for k, v in result.items() if isinstance(v, float)}
-    table.add_row("return, mean ± std", f"{numbers['return_mean']} ± {numbers['return_std']}")
-    table.add_row("return, interquartile mean", numbers["return_iqm"])
-    table.add_row(
-        "return, lowest to highest", " to ".join([numbers["return_min"], numbers["return_max"]])
-    )
-    table.add_row("episode length, mean", numbers["length_mean"])
-    for layer, rate in enumerate(result.get("firing_rate", ())):
-        table.add_row(f"firing rate, layer {layer}", f"{rate:.3f}")
+    for name, value in summary(result).items():
+        table.add_row(name, value)
     Console().print(table)
 
 

@@ -26,8 +26,9 @@ from spikingjelly.activation_based.ann2snn import Converter
 from spikingjelly.activation_based.ann2snn.recipes import RateCodingRecipe
 from torch import Tensor, nn
 
-from sansac.checkpoint import write_atomically
-from sansac.environments import EVALUATION, Episodic, episode_seed
+from sansac.checkpoint import CheckpointError, write_atomically
+from sansac.config import ConfigError
+from sansac.environments import EVALUATION, MAX_EPISODE_STEPS, Episodic, episode_seed
 from sansac.evaluation import run_episode
 from sansac.manager import Manager
 from sansac.networks import DenseActor, fold_batch_norm
@@ -42,7 +43,7 @@ def perceptron(manager: Manager) -> nn.Sequential:
     """The dense actor up to its mean, BatchNorm folded in."""
     actor = manager.algorithm.policy_actor
     if not isinstance(actor, DenseActor) or actor.levels:
-        raise SystemExit("error: expected a run of the dense actor with ReLU")
+        raise ConfigError("expected a run of the dense actor with ReLU")
     folded = fold_batch_norm(actor)
     hidden = chain.from_iterable((layer, nn.ReLU()) for layer in folded.layers)
     return nn.Sequential(*hidden, folded.mean)
@@ -63,12 +64,15 @@ def over_time(spiking: nn.Module, steps: int) -> Network:
 
 @torch.no_grad()
 def returns(manager: Manager, network: Network, episodes: int, seed: int = 0) -> np.ndarray:
-    """Of the episodes that `evaluate --seed SEED` runs, all side by side, [episodes]."""
+    """Of the episodes that `evaluate --seed SEED` runs, [episodes]. All are side by side: 64
+    simulation steps an action, one episode after the other, would take hours."""
     envs = [Episodic(manager.evaluation_env()) for _ in range(episodes)]
     seeds = [episode_seed(EVALUATION, seed, i) for i in range(episodes)]
     observation = np.stack([env.reset(seed=s)[0] for env, s in zip(envs, seeds, strict=True)])
     total, running = np.zeros(episodes), np.arange(episodes)
-    while len(running):
+    for _ in range(MAX_EPISODE_STEPS):
+        if not len(running):
+            break
         batch = torch.from_numpy(observation[running].astype(np.float32))
         mean = network(manager.algorithm.normalize(batch))
         actions = manager.policy.scale(torch.tanh(mean).numpy())
@@ -78,6 +82,8 @@ def returns(manager: Manager, network: Network, episodes: int, seed: int = 0) ->
             total[i] += reward
             ended[k] = terminated or truncated
         running = running[~ended]
+    for env in envs:
+        env.close()
     return total
 
 
@@ -118,7 +124,12 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if min(*asked.time_steps, asked.episodes) < 1:
         parser.error("--time-steps and --episodes must be at least 1")
-    rows = measure(Manager.load(asked.run), asked.time_steps, asked.episodes)
+    if asked.out and not asked.out.parent.is_dir():
+        parser.error(f"{asked.out}: there is no directory {asked.out.parent}")
+    try:
+        rows = measure(Manager.load(asked.run), asked.time_steps, asked.episodes)
+    except (ConfigError, CheckpointError) as error:
+        parser.error(f"{asked.run}: {error}")
     show(rows)
     if asked.out:
         text = json.dumps({"run": str(asked.run), "rows": rows}, indent=1) + "\n"

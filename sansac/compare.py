@@ -60,7 +60,7 @@ POINTS = 100  # most points of a group's curve
 NONE = "–"
 READ = {"returns": list, "step": int, "seed": int, "episodes": int}  # of a final evaluation
 RUN_COLUMNS = (  # of a final evaluation, in runs.csv
-    "step", "episodes", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
+    "episodes", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
 )  # fmt: skip
 # Fields that say where and how often things are told, not what is learned; seeds; and what is
 # flagged from the record of the run itself.
@@ -683,7 +683,7 @@ def write(comparison: Comparison, out: Path, on_step: Callable[[str], None]) -> 
         images.append((picture, themes))
     write_csv(out / "curves.csv", curve_rows(comparison))
     write_csv(out / "table.csv", comparison.summaries)
-    write_csv(out / "runs.csv", final_rows(comparison))
+    write_csv(out / "runs.csv", run_rows(comparison.groups))
     write_text(out / "table.md", markdown(comparison))
     write_text(out / REPORT, report(comparison, images))
 
@@ -705,21 +705,23 @@ def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
     return rows
 
 
-def final_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row a run: how long it trained and, where it has ended, its final evaluation."""
+def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row a run: how far it is and, where it has ended, its final evaluation."""
     return [
         {
-            "group": group.name,
             "run": run.name,
+            "group": group.name,
             "seed": run.config.seed,
+            "status": run.record.get("status"),
+            "score": run.score if run.final else math.nan,
+            "steps": run.record.get("step", 0),
             "updates": run.updates,
             "minutes": run.minutes,
             "commit": run.record.get("commit"),
-            "score": run.score if run.final else None,
             **{key: run.final[key] for key in RUN_COLUMNS if key in run.final},
             **{f"firing_rate_{i}": r for i, r in enumerate(run.final.get("firing_rate", ()))},
         }
-        for group in comparison.groups
+        for group in groups
         for run in group.runs
     ]
 
@@ -799,7 +801,7 @@ def report(comparison: Comparison, images: Sequence[tuple[Picture, dict[str, byt
         parts.append(table(comparison.differences, "words alternatives"))
     else:
         parts.append(f"<p>None but {escape(comparison.by)}.</p>")
-    parts += ["<h2>Runs</h2>", table(run_rows(comparison.groups), "sortable words")]
+    parts += ["<h2>Runs</h2>", table(run_table(comparison.groups), "sortable words")]
     sources = "img-src data:; media-src data:"
     return page(comparison.title, "\n".join(parts), COLORS["spiking"], SORT + HOVER, sources)
 
@@ -846,13 +848,12 @@ def still(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def run_rows(groups: Sequence[Group]) -> list[list[str]]:
+def run_table(groups: Sequence[Group]) -> list[list[str]]:
+    """The columns of `run_rows` that a page has room for."""
     rows = [["run", "group", "seed", "status", "score", "steps", "updates", "minutes", "commit"]]
-    for group in groups:
-        for run in group.runs:
-            record = run.record
-            row = [run.name, group.name, str(run.config.seed), str(record.get("status"))]
-            row.append(f"{run.score:.1f}" if run.final else NONE)
-            row += [f"{record.get('step', 0):,}", f"{run.updates:,}", f"{run.minutes:.1f}"]
-            rows.append([*row, str(record.get("commit"))[:10]])
+    for row in run_rows(groups):
+        cells = [str(row[key]) for key in ("run", "group", "seed", "status")]
+        cells.append(NONE if math.isnan(row["score"]) else f"{row['score']:.1f}")
+        cells += [f"{row['steps']:,}", f"{row['updates']:,}", f"{row['minutes']:.1f}"]
+        rows.append([*cells, str(row["commit"])[:10]])
     return rows

@@ -144,6 +144,19 @@ def evaluate(
     return result
 
 
+def summary(result: dict[str, Any]) -> dict[str, str]:
+    """The statistics of an evaluation for people to read, each by what it is."""
+    rows = {
+        "return, mean ± std": f"{result['return_mean']:.1f} ± {result['return_std']:.1f}",
+        "return, interquartile mean": f"{result['return_iqm']:.1f}",
+        "return, lowest to highest": f"{result['return_min']:.1f} to {result['return_max']:.1f}",
+        "episode length, mean": f"{result['length_mean']:.1f}",
+    }
+    for layer, rate in enumerate(result.get("firing_rate", ())):
+        rows[f"firing rate, layer {layer}"] = f"{rate:.3f}"
+    return rows
+
+
 def run_episode(
     policy: Policy | Callable[[np.ndarray], np.ndarray],
     env: gym.Env,

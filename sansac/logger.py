@@ -434,11 +434,7 @@ class WandbSink:
     """
 
     def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        mode: str,
-        hurried: Callable[[], bool] = lambda: False,
+        self, config: Config, run_dir: Path, mode: str, hurried: Callable[[], bool]
     ) -> None:
         # wandb sends its own crash reports unless told not to; offline must mean offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

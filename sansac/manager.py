@@ -45,7 +45,7 @@ from sansac.environments import (
     window_closed,
     window_unseen,
 )
-from sansac.evaluation import Policy, evaluate
+from sansac.evaluation import Policy, evaluate, summary
 from sansac.family import make_algorithm
 from sansac.hindsight import HindsightReplay
 from sansac.logger import Logger
@@ -450,10 +450,12 @@ class Manager:
             raise ConfigError(
                 f"noise must be at least 0 and dropout from 0 to 1, found {noise} and {dropout}"
             )
-        make_env: MakeEnv = self.evaluation_env
-        if noise or dropout:
-            spread = self.algorithm.norm.var.sqrt().cpu().numpy()
-            make_env = lambda: Disturbed(self.evaluation_env(), noise * spread, dropout)  # noqa: E731
+        spread = self.algorithm.norm.var.sqrt().cpu().numpy()
+
+        def make_env() -> gym.Env:
+            env = self.evaluation_env()
+            return Disturbed(env, noise * spread, dropout) if noise or dropout else env
+
         result = evaluate(
             self.policy,
             make_env,
@@ -775,18 +777,29 @@ class Manager:
             "counters": {"step": self.step, "updates": self.updates},
         }
         checkpoint.save(path / "agent.pt", state)
-        record = checkpoint.read_record(self.run_dir) if self.run_dir else {}
-        final = record.get("final", {})
-        final = final if final.get("step") == self.step else {}  # not of this checkpoint
+        final = self._final()
         if final:
-            about = {key: record.get(key) for key in ("commit", "versions", "machine")}
-            text = json.dumps(final | {"checkpoint": "agent.pt"} | about, indent=1) + "\n"
+            text = json.dumps(final, indent=1) + "\n"
             checkpoint.write_atomically(
                 path / "evaluation.json", lambda file: file.write(text.encode())
             )
+        else:  # that of an agent which was here before is not this one's
+            (path / "evaluation.json").unlink(missing_ok=True)
         parameters = sum(p.numel() for p in self.algorithm.policy_actor.parameters())
-        card = agent_card(self.config, self.step, self.updates, parameters, final, record)
+        card = agent_card(self.config, self.step, self.updates, parameters, final)
         checkpoint.write_atomically(path / "README.md", lambda file: file.write(card.encode()))
+
+    def _final(self) -> dict[str, Any]:
+        """The evaluation that ended the run at this very step, and what it ran on; {} where there
+        is none, or where run.json, which anybody may write, holds something else."""
+        record = checkpoint.read_record(self.run_dir) if self.run_dir else {}
+        about = {key: record.get(key) for key in ("commit", "versions", "machine")}
+        final = record.get("final", {}) | {"checkpoint": "agent.pt"} | about
+        try:
+            summary(final)
+        except (KeyError, TypeError, ValueError):
+            return {}
+        return final if final.get("step") == self.step else {}
 
     def _read(self, path: Path) -> dict[str, Any]:
         """A checkpoint that fits this manager. Raises CheckpointError naming what does not."""
@@ -1058,12 +1071,7 @@ def provenance() -> dict[str, Any]:
 
 
 def agent_card(
-    config: Config,
-    step: int,
-    updates: int,
-    parameters: int,
-    final: dict[str, Any],
-    record: dict[str, Any],
+    config: Config, step: int, updates: int, parameters: int, final: dict[str, Any]
 ) -> str:
     """README.md of an agent directory: what it is, how it was made and, where known, what it
     scores."""
@@ -1078,19 +1086,8 @@ def agent_card(
         '    python runner.py evaluate "<this directory>"',
     ]
     if final:
-        rates = ", ".join(f"{rate:.2f}" for rate in final.get("firing_rate", ()))
-        rows = {
-            "episodes": f"{final['episodes']}, deterministic, seed {final['seed']}",
-            "return, mean ± std": f"{final['return_mean']:.1f} ± {final['return_std']:.1f}",
-            "return, interquartile mean": f"{final['return_iqm']:.1f}",
-            "return, lowest to highest": f"{final['return_min']:.1f} to {final['return_max']:.1f}",
-            "episode length, mean": f"{final['length_mean']:.1f}",
-            "spikes a neuron and simulation step, by layer": rates,
-            "commit": str(record.get("commit")),
-            "versions": ", ".join(f"{k} {v}" for k, v in record.get("versions", {}).items()),
-            "machine": str(record.get("machine")),
-        }
-        lines += ["", "| final evaluation | |", "|---|---|"]
-        lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
-        lines += ["", "All returns are in `evaluation.json`."]
+        about = {key: final.get(key) for key in ("episodes", "seed", "commit", "machine")}
+        lines += ["", "| final evaluation, deterministic | |", "|---|---|"]
+        lines += [f"| {name} | {value} |" for name, value in (summary(final) | about).items()]
+        lines += ["", "Every return, and the versions, are in `evaluation.json`."]
     return "\n".join(lines) + "\n"

@@ -323,10 +323,11 @@ class StackedPerceptron(torch.autograd.Function):
     ) -> Tensor:
         *hidden, (last_weight, last_bias) = layered(parameters, normed)
         x = torch.cat([observation, action], -1).expand(len(last_weight), -1, -1)
-        kept, no_backward = [], not any(ctx.needs_input_grad)
+        kept = []
         for weight, bias, *norm in hidden:
             h = torch.baddbmm(bias, x, weight)
-            out = h if no_backward else None  # the less memory, the more of it stays in the cache
+            # In place where no backward follows: the less memory, the more of it in the cache.
+            out = None if any(ctx.needs_input_grad) else h
             y, statistics = (
                 kernels.norm_relu(h, norm[0], norm[1], out=out) if norm else (h.relu_(), h)
             )

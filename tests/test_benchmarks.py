@@ -232,8 +232,13 @@ def test_a_converted_agent_nears_the_dense_one_with_time(
     assert "converted, 99.9%" in capsys.readouterr().out
 
 
-def test_a_spiking_agent_is_not_converted(tmp_path: Path) -> None:
+def test_a_spiking_agent_is_not_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manager = Manager(tiny(tmp_path, name="run", san=True))
     manager.train()
-    with pytest.raises(SystemExit, match="dense actor"):
-        converted.main([str(manager.run_dir)])
+    for words in ([str(manager.run_dir)], [str(tmp_path / "none")], [".", "--out", "none/a.json"]):
+        with pytest.raises(SystemExit, match="2"):
+            converted.main(words)
+    told = capsys.readouterr().err
+    assert "dense actor" in told and "none" in told and "no directory none" in told

@@ -359,7 +359,7 @@ def test_curves_are_written_whole(out: tuple[Path, Comparison]) -> None:
     with open(directory / "runs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     scores = {row["run"]: row["score"] for row in rows}
-    assert len(scores) == 7 and scores.pop("running") == ""
+    assert len(scores) == 7 and scores.pop("running") == "nan"
     for group in comparison.groups:
         assert [float(scores[run.name]) for run in group.finished] == [*group.scores]
 
