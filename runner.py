@@ -187,6 +187,9 @@ class Compare:
     separated by commas."""
     threshold: float | None = None
     """Return whose first reaching is told in steps; none: the environment's own, if it has one."""
+    parity: Annotated[str, tyro.conf.arg(metavar="GROUP")] = ""
+    """The group, such as dense, that others are held against: the ratio of returns above those of
+    random actions, which are played in the same episodes."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where everything goes; none: a new directory under runs/comparisons/."""
     overwrite: bool = False
@@ -586,6 +589,7 @@ def compare(arguments: Sequence[str]) -> int:
             out,
             by=asked.by,
             threshold=asked.threshold,
+            parity=asked.parity,
             overwrite=asked.overwrite,
             on_step=activity.tell,
         )
@@ -878,8 +882,8 @@ def show_comparison(comparison: Comparison) -> None:
     head, *rows = comparison.table
     tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
               for i in range(0, len(rows), GROUPS)]  # fmt: skip
-    tables += [("", comparison.improvement_table), ("", comparison.cost_table)]
-    tables += [("", comparison.deployment_table)]
+    tables += [("", comparison.improvement_table), ("", comparison.parity_table)]
+    tables += [("", comparison.cost_table), ("", comparison.deployment_table)]
     tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
     show_tables(tables)
     for flag in comparison.flags:

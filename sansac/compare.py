@@ -37,6 +37,8 @@ from sansac.compare_plots import (
     profile_lines,
 )
 from sansac.config import Config, ConfigError, fields, nearest
+from sansac.environments import env_factory
+from sansac.evaluation import random_return
 from sansac.logger import Row, read_metrics
 from sansac.page import (
     HOVER,
@@ -195,6 +197,14 @@ class Improvement(NamedTuple):
     better: str
     than: str
     probability: float
+    interval: Interval
+
+
+class Ratio(NamedTuple):
+    """How a group's IQM is to the reference's, both above the return of random actions."""
+
+    group: str
+    ratio: float
     interval: Interval
 
 
@@ -461,6 +471,35 @@ def improvements(groups: Sequence[Group]) -> list[Improvement]:
     ]
 
 
+def ratios(groups: Sequence[Group], reference: str, random: float) -> list[Ratio]:
+    """Of every other group to the reference."""
+    scored = {group.name: group.scores for group in groups if group.finished}
+    than = scored.pop(reference)
+    return [
+        Ratio(
+            name,
+            (float(statistics.iqm(scores)) - random) / (float(statistics.iqm(than)) - random),
+            statistics.ratio_interval(scores, than, random),
+        )
+        for name, scores in scored.items()
+    ]
+
+
+def random_score(groups: Sequence[Group], reference: str) -> float:
+    """Mean return of random actions in the episodes of the final evaluations. Raises ConfigError
+    where no group of that name has one."""
+    finished = {group.name: group.finished for group in groups if group.finished}
+    if reference not in finished:
+        raise ConfigError(
+            f"--parity: expected a group with finished runs ({', '.join(finished) or 'none is'}), "
+            f"found {reference!r}"
+        )
+    run = finished[reference][0]
+    return random_return(
+        env_factory(run.config), episodes=run.final["episodes"], seed=run.final["seed"]
+    )
+
+
 def own_threshold(env: str) -> float | None:
     """The return at which the environment calls itself solved."""
     with suppress(gym.error.Error, ImportError):
@@ -477,6 +516,10 @@ class Comparison:
     by: str
     threshold: float | None
     flags: list[str]
+    parity: str = ""
+    """The group that others are held against; none: no table of it."""
+    random: float = math.nan
+    """Return of random actions, where `parity` is asked for."""
 
     @property
     def title(self) -> str:
@@ -542,6 +585,17 @@ class Comparison:
         ]
         return [["probability of improvement", "", "95 % interval"], *rows] if rows else []
 
+    @cached_property
+    def parity_table(self) -> list[list[str]]:
+        if not self.parity:
+            return []
+        rows = [
+            [f"{found.group} to {self.parity}", f"{found.ratio:.3f}",
+             span(*found.interval, digits=3)]
+            for found in ratios(self.groups, self.parity, self.random)
+        ]  # fmt: skip
+        return [["return above random", "ratio", "95 % interval"], *rows]
+
     def pictures(self) -> list[Picture]:
         pictures = [
             Picture("curves", "Learning curves", CURVES, lambda: draw_curves(self),
@@ -572,6 +626,9 @@ PARETO = """A dot is a run: the mean return of its final evaluation against the 
 an action, arithmetic alone and with memory traffic, under the first model that the command `energy`
 used. A dense run is a ring where all its products are counted, a dot where the zeros of its ReLU
 are skipped. The line joins the runs that none beats in both."""
+PARITY = """Ratio of interquartile means over seeds, both above {random:.1f}, the mean return of
+random actions in the same {episodes} episodes, and its bootstrap interval: parity at 3 % where the
+interval begins at 0.97 or higher and {reference} itself does as well as the task allows."""
 DEPLOYMENT = """Means over the finished runs in which the commands `energy` and `latency` left their
 results. Energies are modelled, not measured, a dense agent's with the zeros of its ReLU skipped;
 times were measured on the machine of that command."""
@@ -647,12 +704,14 @@ def compare(
     *,
     by: str = "actor",
     threshold: float | None = None,
+    parity: str = "",
     overwrite: bool = False,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Compare runs: figures, curves, tables and a report in `out`. Raises ConfigError.
 
     `threshold` is the return whose first reaching is told; none: the environment's own, if any.
+    `parity` is the group that the others are held against, which plays random episodes.
     """
     check_directory(out, overwrite)
     on_step("reading")
@@ -661,7 +720,10 @@ def compare(
     groups = group_runs(runs, by)
     if threshold is None:
         threshold = own_threshold(runs[0].config.env)
-    comparison = Comparison(groups, by, threshold, find_flags(groups, by))
+    if parity:
+        on_step("random episodes")
+    random = random_score(groups, parity) if parity else math.nan
+    comparison = Comparison(groups, by, threshold, find_flags(groups, by), parity, random)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -744,6 +806,8 @@ def markdown(comparison: Comparison) -> str:
     parts.append(plain(about(comparison)))
     if comparison.improvement_table:
         parts.append(markdown_table(comparison.improvement_table))
+    if comparison.parity_table:
+        parts += [markdown_table(comparison.parity_table), plain(about_parity(comparison))]
     if comparison.cost_table:
         parts += [markdown_table(comparison.cost_table), plain(cost(comparison))]
     if comparison.deployment_table:
@@ -762,6 +826,16 @@ def about(comparison: Comparison) -> str:
     if comparison.threshold is None:
         return COVERAGE
     return f"{COVERAGE} {STEPS.format(threshold=comparison.threshold)}"
+
+
+def about_parity(comparison: Comparison) -> str:
+    """What the ratios are of."""
+    (reference,) = [group for group in comparison.groups if group.name == comparison.parity]
+    return PARITY.format(
+        random=comparison.random,
+        episodes=reference.finished[0].final["episodes"],
+        reference=reference.name,
+    )
 
 
 def cost(comparison: Comparison) -> str:
@@ -788,6 +862,9 @@ def report(comparison: Comparison, images: Sequence[tuple[Picture, dict[str, byt
     parts.append(f"<p>{escape(about(comparison))}</p>")
     if comparison.improvement_table:
         parts.append(table(comparison.improvement_table, "sortable"))
+    if comparison.parity_table:
+        parts.append(table(comparison.parity_table, "sortable"))
+        parts.append(f"<p>{escape(about_parity(comparison))}</p>")
     if comparison.cost_table:
         parts.append(table(comparison.cost_table, "sortable"))
         parts.append(f"<p>{escape(cost(comparison))}</p>")

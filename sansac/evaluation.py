@@ -144,6 +144,19 @@ def evaluate(
     return result
 
 
+def random_return(make_env: MakeEnv, *, episodes: int, seed: int) -> float:
+    """Mean return of uniformly random actions over the episodes that `evaluate` plays: where the
+    scale of returns begins."""
+    env = Episodic(make_env(), role="evaluation environment")
+    env.action_space.seed(seed)
+    try:
+        seeds = [episode_seed(EVALUATION, seed, episode) for episode in range(episodes)]
+        returns = [run_episode(lambda _: env.action_space.sample(), env, s)[0] for s in seeds]
+    finally:
+        env.close()
+    return float(np.mean(returns))
+
+
 def summary(result: dict[str, Any]) -> dict[str, str]:
     """The statistics of an evaluation for people to read, each by what it is."""
     rows = {

@@ -37,6 +37,8 @@ from sansac.compare import (
 )
 from sansac.compare_plots import curve_lines, draw_curves, draw_pareto, front, looks
 from sansac.config import ConfigError, merge
+from sansac.environments import env_factory
+from sansac.evaluation import random_return
 from sansac.logger import JsonLines
 from sansac.manager import Manager
 
@@ -622,6 +624,26 @@ def test_two_trained_agents_are_compared_from_the_command_line(
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_parity_is_held_against_random_actions_in_the_same_episodes(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(5):
+        make(f"d{seed}", [-150.0 - seed, -130.0 + seed], seed=seed)
+        make(f"s{seed}", [-160.0, -160.0 - 2 * seed], seed=seed, san=True)
+    words = ["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    assert runner.main([*words, "--parity", "dense"]) == 0
+    random = random_return(env_factory(tiny()), episodes=2, seed=FINAL["seed"])
+    ratio = (-162.0 - random) / (-140.0 - random)  # IQMs by hand
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if "spiking to dense" in line)
+    assert f"{ratio:.3f}" in row
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert f"above {random:.1f}," in text and "in the same 2 episodes" in text
+    assert text.count("to dense") == 1
+    assert f"above {random:.1f}," in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_many_groups_are_told_whole_and_drawn_apart(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -645,6 +667,7 @@ def test_many_groups_are_told_whole_and_drawn_apart(
         (["absent"], "absent: there is no run directory"),
         (["RUNS", "--by", "sac.gamma"], "did you mean `learning.gamma`?"),
         (["RUNS", "--out", "RUNS"], "is not empty"),
+        (["RUNS", "--parity", "dens"], "(dense, spiking), found 'dens'"),
     ],
 )
 def test_what_cannot_be_compared_ends_with_code_2(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sansac import evaluation
 from sansac.environments import EVALUATION, TRAINING, Episodic, episode_seed
-from sansac.evaluation import evaluate, run_episode
+from sansac.evaluation import evaluate, random_return, run_episode
 from sansac.manager import Manager
 
 
@@ -54,6 +54,27 @@ def test_one_episode_has_statistics_too() -> None:
     result = evaluate(agent().policy, Scripted, episodes=1, seed=0)
     assert result is not None
     assert (result["return_mean"], result["return_std"], result["return_iqm"]) == (10, 0, 10)
+
+
+def test_random_actions_are_played_in_the_episodes_of_an_evaluation() -> None:
+    """The return is that of the actions drawn, which are uniform; the episodes are the same."""
+    seeds: list[int] = []
+
+    class Acted(Line):
+        def reset(self, *, seed: int | None = None, **arguments: Any) -> Any:
+            seeds.append(seed or 0)
+            return super().reset(seed=seed, **arguments)
+
+        def step(self, action: np.ndarray) -> Any:
+            observation, _, *rest = super().step(action)
+            return observation, float(action[0]), *rest
+
+    low, high = Acted().action_space.low[0], Acted().action_space.high[0]
+    mean = random_return(lambda: Acted(length=40), episodes=100, seed=7)
+    spread = 40 * (high - low) / 12**0.5 / 4000**0.5
+    assert 0 < abs(mean - 40 * (low + high) / 2) < 4 * spread
+    assert seeds == [episode_seed(EVALUATION, 7, episode) for episode in range(100)]
+    assert mean == random_return(lambda: Acted(length=40), episodes=100, seed=7)
 
 
 def test_a_return_is_the_undiscounted_sum_to_the_end_of_the_episode() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import trim_mean
+from scipy.stats import bootstrap, trim_mean
 
 from sansac import statistics
 from sansac.statistics import (
@@ -16,6 +16,7 @@ from sansac.statistics import (
     performance_profile,
     probability_of_improvement,
     profile_band,
+    ratio_interval,
     resample,
 )
 
@@ -102,7 +103,19 @@ def test_intervals_repeat_and_are_of_any_statistic(monkeypatch: pytest.MonkeyPat
     assert interval(X, seed=1) == pytest.approx(interval(X), abs=0.3)
 
 
+def test_the_interval_of_a_ratio_is_scipys() -> None:
+    x, y, origin = X[:, 0], Y[:, 0], -100.0
+
+    def ratio(x: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+        return (trim_mean(x, 0.25, axis) - origin) / (trim_mean(y, 0.25, axis) - origin)
+
+    known = bootstrap((x, y), ratio, n_resamples=50_000, method="percentile", rng=0)
+    expected = tuple(known.confidence_interval)
+    assert ratio_interval(x, y, origin) == pytest.approx(expected, abs=0.003)
+
+
 def test_one_seed_has_no_interval() -> None:
+    assert np.isnan(ratio_interval([3.0], [1.0, 2.0], 0.0)).all()
     assert np.isnan(interval([3.0])).all()
     assert np.isnan(improvement_interval([3.0], [1.0, 2.0])).all()
     assert np.isnan(band([[3.0, 4.0]])).all()
