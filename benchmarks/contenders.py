@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernels import act, seconds_a_call
-from sansac import kernels
+from sansac import capture, kernels
 from sansac.algorithm import SAC
 from sansac.config import Config, load_yaml, preset_for, resolve
 from sansac.logger import read_metrics
@@ -86,7 +86,7 @@ QUICK = {
 def timed(call: Callable[[], object], setup: Setup) -> Turn:
     """A turn of as many calls as fill its seconds; their mean."""
     device = torch.device(setup.device)
-    for _ in range(3):
+    for _ in range(capture.WARM_UP + 1):
         call()
     repeats = max(1, round(setup.seconds / seconds_a_call(call, 3, device)))
 
@@ -128,12 +128,12 @@ def filled(capacity: int, device: str = "cpu") -> ReplayBuffer:
 def updater(setup: Setup, *layers: dict[str, Any]) -> Callable[[], object]:
     """Sampling and one update, as `Manager.learn` makes it."""
     config = setup.config(*layers)
-    algorithm = SAC(config, OBSERVATIONS, ACTIONS, setup.device)
+    update = capture.updater(SAC(config, OBSERVATIONS, ACTIONS, setup.device))
     replay = filled(4000, setup.device)
 
     def call() -> None:
         with kernels.products(config.learning.precision):
-            algorithm.update(replay.sample(config.learning.batch_size))
+            update(replay.sample(config.learning.batch_size))
 
     return call
 
@@ -209,7 +209,8 @@ def launches(*layers: dict[str, Any]) -> Callable[[Setup], Turn]:
         from torch.profiler import ProfilerActivity, profile
 
         call = updater(setup, *layers)
-        call()
+        for _ in range(capture.WARM_UP + 1):
+            call()
 
         def turn() -> dict[str, float]:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -490,6 +491,7 @@ def stack(name: str) -> dict[str, Any]:
 
 
 PRESET = preset_for(ENV)
+CAPTURED = {"learning": {"cuda_graph": True}}
 BFLOAT16 = {"learning": {"precision": "bfloat16"}}
 SILENT = {"wandb": "disabled", "log_every": 10**9}
 
@@ -520,8 +522,11 @@ FAMILIES: dict[str, dict[str, Callable[[Setup], Turn]]] = {
             "sansac.kernels.quantile_huber", lambda *_: None, update(PRESET)
         ),
         "preset, neurons": update(PRESET, {"san": True, "spiking": {"backend": "torch"}}),
+        "dense captured": update(CAPTURED),
+        "spiking captured": update(spiking(2, "shared"), CAPTURED),
         "dense launches": launches(),
         "spiking launches": launches(spiking(2, "shared")),
+        "captured launches": launches(CAPTURED),
     },
     "training": {
         "dense run": training(),

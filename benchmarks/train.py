@@ -155,6 +155,14 @@ CUDA = (
     Row("launches-dense", "launches of a dense update", ("dense launches", "launches"), unit=""),
     Row("launches-spiking", "launches of a spiking update, T = 2",
         ("spiking launches", "launches"), unit=""),
+    Row("launches-captured", "launches of a dense update as a CUDA graph",
+        ("captured launches", "launches"), unit=""),
+    Row("updates-captured", "dense updates a second as a CUDA graph",
+        ("dense captured", "calls/s"), unit="1/s"),
+    ratio("captured-dense", "speed of a dense update as a CUDA graph, in one without",
+          "dense", "dense captured"),
+    ratio("captured-spiking", "speed of a spiking update, T = 2, as a CUDA graph, in one without",
+          "spiking T=2 shared", "spiking captured"),
 )  # fmt: skip
 
 ROWS = {"cpu": CPU, "cuda": CUDA}

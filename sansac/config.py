@@ -118,6 +118,8 @@ class Learning(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of matrix products in updates. bfloat16: their factors are rounded to it and summed in
     float32, where the processor can (AMX, AVX-512 BF16; TF32 on a GPU); acting stays float32."""
+    cuda_graph: bool = False
+    """Record the update as a CUDA graph, which launches as one. Needs --device cuda."""
 
 
 class Sac(Section):
@@ -493,6 +495,12 @@ class Config(Section):
                 f"spiking.backend {spiking.backend!r} has no kernel of spiking.neuron "
                 f"{spiking.neuron!r}; use auto"
             )
+        if learning.cuda_graph and self.adaptive.moves == "batch_size":
+            raise ValueError("learning.cuda_graph records batches of one size: adaptive.moves "
+                             "batch_size excludes it")  # fmt: skip
+        if learning.cuda_graph and self.san and isinstance(spiking.surrogate_width, Schedule):
+            raise ValueError("learning.cuda_graph records one spiking.surrogate_width: a schedule "
+                             "of it excludes it")  # fmt: skip
         self._check_critic()
         self._check_replay()
         if self.name is not None and not slug(self.name):

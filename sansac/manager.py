@@ -30,6 +30,7 @@ from sansac import callbacks as calling
 from sansac import checkpoint, kernels, signals
 from sansac.adaptive import Controller, effective_sample_size
 from sansac.algorithm import SAC
+from sansac.capture import updater
 from sansac.config import Config, ConfigError, fields, resolve
 from sansac.environments import (
     ActionScale,
@@ -157,6 +158,7 @@ class Manager:
                 f"replay.ratio, replay.retention ess and adaptive.moves need a policy with a "
                 f"likelihood, which {config.algorithm!r} has not"
             )
+        self.update = updater(self.algorithm)
         self.controllers = controllers(config)
         self.policy = Policy(self.algorithm, self.scale)
 
@@ -336,7 +338,7 @@ class Manager:
             while self.updates < due:
                 self.batch = self.replay.sample(self.batch_size)
                 # A delayed policy gives no numbers at most updates: its last ones stay.
-                self.metrics = self.metrics | self.algorithm.update(self.batch)
+                self.metrics = self.metrics | self.update(self.batch)
                 self.updates += 1
                 self._reprioritise()
                 self._control()

@@ -469,7 +469,7 @@ class QuantileHuber(torch.autograd.Function):
         clipped = delta.clamp(-1, 1)
         midpoint = midpoints[:, None]
         weight = torch.where(delta < 0, 1 - midpoint, midpoint)
-        delta.addcmul_(clipped, clipped.new_tensor(-0.5))  # huber(d) = c (d - c / 2), c = clip(d)
+        delta.add_(clipped, alpha=-0.5)  # huber(d) = c (d - c / 2), c = clip(d)
         clipped.mul_(weight)
         ctx.save_for_backward(clipped.sum(-1).div_(-pairs))
         return delta.mul_(clipped).sum((0, 2, 3)) / pairs

@@ -149,7 +149,7 @@ class OffPolicy:
         self.actor.set_progress(progress, best_return)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                set_rate(group, group["initial_lr"] * factor)
 
     @property
     def learning_rate(self) -> float:
@@ -188,7 +188,7 @@ class OffPolicy:
         self.target_critic.load_state_dict(state["target_critic"])
         self.updates = state["updates"]
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            load_optimizer(optimizer, state["optimizers"][name])
         # A stream belongs to its kind of device; elsewhere the run goes on from a fresh one.
         if state["streams"]["noise"].numel() == self.noise.get_state().numel():
             self.exploration.set_state(state["streams"]["exploration"].cpu())
@@ -220,9 +220,34 @@ def actor_groups(actor: nn.Module, config: Config) -> list[tuple[Iterable[Tensor
 def adam(
     groups: Iterable[tuple[Iterable[Tensor], float]], betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.Adam:
-    """Adam over (parameters, learning rate) pairs, one fused call a step."""
-    settings = [{"params": list(p), "lr": lr, "initial_lr": lr} for p, lr in groups]
+    """Adam over (parameters, learning rate) pairs, one fused call a step.
+
+    On CUDA rates are tensors: a recorded step reads anew what `set_rate` writes.
+    """
+    settings: list[dict[str, Any]] = []
+    for parameters, lr in groups:
+        parameters = list(parameters)
+        cuda = parameters[0].is_cuda
+        rate = torch.tensor(lr, device=parameters[0].device) if cuda else lr
+        settings.append({"params": parameters, "lr": rate, "initial_lr": lr, "capturable": cuda})
     return torch.optim.Adam(settings, betas=betas, fused=True)
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`load_state_dict` that keeps what belongs to the device at hand."""
+    own = [{key: group[key] for key in ("lr", "capturable")} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, kept in zip(optimizer.param_groups, own, strict=True):
+        rate = float(group["lr"])
+        group.update(kept)
+        set_rate(group, rate)
 
 
 def averaged(module: nn.Module) -> list[Tensor]:

@@ -137,6 +137,8 @@ def configs(draw: st.DrawFn) -> Config:
     spiking["output_connections"] &= spiking["decoder"] == "population"
     if spiking["neuron"] not in FUSED:
         spiking["backend"] = "auto"
+    if isinstance(spiking["surrogate_width"], str):  # a schedule
+        learning["cuda_graph"] &= not drawn["san"]
     critic = drawn["critic"]
     kind = draw(st.sampled_from(["twin", "quantiles", "subset", "dropout", "batch_norm"]))
     plain = {"quantiles": 1, "subset": 0, "dropout": 0.0, "batch_norm": False}
