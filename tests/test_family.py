@@ -4,6 +4,7 @@ the algorithm, by hand where they do not; and the main job of each, with both ac
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -594,7 +595,8 @@ def test_a_split_run_equals_an_unbroken_one(
 
 @every
 def test_commands_take_every_algorithm(name: str, tmp_path: Path, call: Call) -> None:
-    """Its preset by one option, a directory by its name, evaluation and a saved agent."""
+    """Its preset by one option, a directory by its name, evaluation, a saved agent, its export,
+    its account and its comparison."""
     words = ["--env", "Pendulum-v1", "--env-kwargs", "max_episode_steps=30", "--algorithm", name,
              "--total-steps", 64, "--num-envs", 2, "--learning.learning-starts", 32,
              "--learning.batch-size", 16, "--learning.update-to-data", 0.2, "--eval-every", 0,
@@ -614,6 +616,12 @@ def test_commands_take_every_algorithm(name: str, tmp_path: Path, call: Call) ->
     loaded = Manager.load(tmp_path / "agent")
     assert loaded.evaluate(1)["returns"] == manager.evaluate(1)["returns"]
     assert loaded.evaluate(1, stochastic=True)["returns"] != manager.evaluate(1)["returns"]
+    words = ["--out", tmp_path / "c", "--format", "c", "--episodes", 1, "--json"]
+    code, out, _ = call("export", tmp_path / "agent", *words)
+    told = json.loads(out)
+    assert code == 0 and told["exported_return"] == pytest.approx(told["policy_return"], abs=1e-3)
+    assert call("energy", run, "--episodes", 1)[0] == 0
+    assert call("compare", run, "--out", tmp_path / "comparison")[0] == 0
 
 
 @pytest.mark.parametrize(
