@@ -182,9 +182,9 @@ class Compare:
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
     """Run directories, directories that hold some anywhere below, or globs."""
-    by: Annotated[str, tyro.conf.arg(metavar="actor|KEY")] = "actor"
-    """What groups the runs: the actor, or any option such as spiking.time_steps; several are
-    separated by commas."""
+    by: Annotated[str, tyro.conf.arg(metavar="actor|name|KEY")] = "actor"
+    """What groups the runs: the actor; the name that a sweep gave, less its seed; or any option
+    such as spiking.time_steps. Several are separated by commas."""
     threshold: float | None = None
     """Return whose first reaching is told in steps; none: the environment's own, if it has one."""
     parity: Annotated[str, tyro.conf.arg(metavar="GROUP")] = ""
@@ -879,12 +879,14 @@ def show_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    head, *rows = comparison.table
+    (head, *rows), differences = comparison.table, comparison.differences
     tables = [(comparison.title if i == 0 else "", transposed([head, *rows[i : i + GROUPS]]))
               for i in range(0, len(rows), GROUPS)]  # fmt: skip
     tables += [("", comparison.improvement_table), ("", comparison.parity_table)]
     tables += [("", comparison.cost_table), ("", comparison.deployment_table)]
-    tables.append((f"configuration differences, by {comparison.by}", comparison.differences))
+    title = f"configuration differences, by {comparison.by}"
+    tables += [(title if i == 1 else "", [[row[0], *row[i : i + GROUPS]] for row in differences])
+               for i in range(1, len(differences[0]) if differences else 0, GROUPS)]  # fmt: skip
     show_tables(tables)
     for flag in comparison.flags:
         Console().print(Text(f"note: {flag}"))

@@ -60,6 +60,7 @@ FEWEST = 5  # seeds below which a group is flagged
 MOST_VIDEO = 4_000_000  # bytes of a video in the report
 POINTS = 100  # most points of a group's curve
 NONE = "–"
+PAIRED = 8  # groups of which all pairs are compared
 READ = {"returns": list, "step": int, "seed": int, "episodes": int}  # of a final evaluation
 RUN_COLUMNS = (  # of a final evaluation, in runs.csv
     "episodes", "return_std", "return_iqm", "return_min", "return_max", "length_mean",
@@ -152,6 +153,8 @@ class Run:
         """The value of a field as text; NONE for what a dense actor has not."""
         if key == "actor":
             return self.config.actor_name
+        if key == "name":  # as a sweep gives them: runs of one setting share it, but for the seed
+            return re.sub(rf"-s{self.config.seed}(?=-|$)", "", self.name, count=1)
         if key.startswith("spiking.") and not self.config.san:
             return NONE
         value = attrgetter(key)(self.config)
@@ -239,7 +242,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[Run], by: str) -> list[Group]:
-    """Groups of runs alike in `by`: `actor`, or a field, or several, separated by commas."""
+    """Groups of runs alike in `by`: `actor`, `name` (less its seed), another field, or several,
+    separated by commas."""
     keys = [key.strip().replace("-", "_") for key in by.split(",")]
     for key in keys:
         if key not in fields() and key != "actor":
@@ -250,7 +254,8 @@ def group_runs(runs: Sequence[Run], by: str) -> list[Group]:
         for key in keys:
             value = run.setting(key)
             short = key.rpartition(".")[2]
-            words["dense" if value == NONE else value if key == "actor" else f"{short} {value}"] = 1
+            plain = key in ("actor", "name")
+            words["dense" if value == NONE else value if plain else f"{short} {value}"] = 1
         groups.setdefault(", ".join(words), []).append(run)
     return [Group(name, groups[name]) for name in sorted(groups, key=natural)]
 
@@ -315,7 +320,7 @@ def settings_flags(groups: Sequence[Group], by: str) -> list[str]:
     between = [key for key, *cells in rows if len({*cells} - {NONE}) > 1]
     within = [key for key, *cells in rows if any(" | " in cell for cell in cells)]
     flags = []
-    if between:
+    if between and "name" not in map(str.strip, by.split(",")):
         flags.append(f"groups differ in more than {by}: {', '.join(between)}")
     if within:
         flags.append(f"settings vary within a group: {', '.join(within)}")
@@ -457,7 +462,7 @@ def profiles(groups: Sequence[Group]) -> dict[str, Curve]:
 
 
 def improvements(groups: Sequence[Group]) -> list[Improvement]:
-    """Of every group over each that comes before it."""
+    """Of every group over each that comes before it; of more than PAIRED over the first alone."""
     scored = [group for group in groups if group.finished]
     return [
         Improvement(
@@ -467,7 +472,7 @@ def improvements(groups: Sequence[Group]) -> list[Improvement]:
             statistics.improvement_interval(better.scores, than.scores),
         )
         for i, better in enumerate(scored)
-        for than in scored[:i]
+        for than in (scored[:i] if len(scored) <= PAIRED else scored[: min(i, 1)])
     ]
 
 

@@ -47,12 +47,17 @@ def looks(groups: Sequence[Group]) -> dict[str, Look]:
     taken = {ACTORS[name].color for name in names if name in ACTORS}
     free = [look for look in OTHERS if look.color not in taken]
     others = [name for name in names if name not in ACTORS]
-    return ACTORS | {name: free[i % len(free)] for i, name in enumerate(others)}
+    colors, dashes, markers = zip(*free, strict=True)
+    found, n = dict(ACTORS), len(free)
+    for i, name in enumerate(others):  # a colour that comes again has another dash and marker
+        k = i // n
+        found[name] = Look(colors[i % n], dashes[(i + k) % n], markers[(i + 2 * k) % n])
+    return found
 
 
 def draw_curves(comparison: Comparison) -> Figure:
     """Evaluations against environment steps, updates and minutes."""
-    figure = new_figure(11, 3.9)
+    figure = new_figure(11, 3.9 + 0.1 * max(0, len(comparison.groups) - 8))
     panels = figure.subplots(1, len(AXES), sharey=True)
     look = looks(comparison.groups)
     for axes, (axis, label) in zip(panels, AXES.items(), strict=True):
@@ -67,8 +72,9 @@ def draw_curves(comparison: Comparison) -> Figure:
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("mean return of an evaluation")
     handles, labels = panels[0].get_legend_handles_labels()
+    columns = min(4, len(labels), 120 // (max(map(len, labels)) + 12))  # of some 120 letters
     figure.legend(
-        handles, labels, loc="outside upper center", ncols=min(4, len(labels)), handlelength=3.5
+        handles, labels, loc="outside upper center", ncols=max(columns, 1), handlelength=3.5
     )
     return figure
 

@@ -149,6 +149,20 @@ def test_runs_are_grouped_by_actor_or_by_any_field(make: Make, tmp_path: Path) -
         names("gama")
 
 
+def test_runs_of_a_sweep_are_grouped_by_their_names_without_seeds(
+    make: Make, tmp_path: Path
+) -> None:
+    for seed in (10, 2):
+        make(f"spiking-s{seed}-narrow", seed=seed, san=True, actor={"hidden": [8]})
+        make(f"spiking-s{seed}", seed=seed, san=True)
+    groups = group_runs(read_runs([tmp_path]), "name")
+    assert [(group.name, len(group.runs)) for group in groups] == [
+        ("spiking", 2), ("spiking-narrow", 2),
+    ]  # fmt: skip
+    assert not any("groups differ" in flag for flag in find_flags(groups, "name"))
+    assert any("groups differ" in flag for flag in find_flags(groups, "actor"))
+
+
 def test_numbers_in_names_sort_by_value() -> None:
     shuffled = ["x 10", "x 2", "x 1e-05", "x 0.5", "x", "2"]
     assert sorted(shuffled, key=natural) == ["2", "x", "x 1e-05", "x 0.5", "x 2", "x 10"]
@@ -658,6 +672,15 @@ def test_many_groups_are_told_whole_and_drawn_apart(
     drawn = looks(group_runs(read_runs([tmp_path]), "spiking.time_steps"))
     shown = [drawn[name] for name in ("dense", *(f"time_steps {n}" for n in range(2, 7)))]
     assert len({look.color for look in shown}) == len({look.marker for look in shown}) == 6
+    for steps in range(7, 20):
+        make(f"s{steps}", [100.0 + steps], san=True, spiking={"time_steps": steps})
+    assert runner.main(["compare", *words, "--overwrite"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"time_steps {n} over dense" in printed for n in range(2, 20))
+    assert "over time_steps" not in printed and "…" not in printed
+    groups = group_runs(read_runs([tmp_path / "runs"]), "spiking.time_steps")
+    drawn = looks(groups)
+    assert len({drawn[group.name][:2] for group in groups}) == len(groups) == 19
 
 
 @pytest.mark.parametrize(
