@@ -70,14 +70,7 @@ class PopulationEncoder(nn.Module):
             return activation
         if self.kind == "poisson":
             return self._poisson(activation, stream)
-        voltage = torch.zeros_like(activation)
-        spikes = []
-        for _ in range(self.time_steps):
-            voltage = voltage + activation
-            spike = straight_through(voltage > self.threshold, voltage)
-            spikes.append(spike)
-            voltage = voltage - spike * self.threshold
-        return torch.stack(spikes)
+        return IntegrateAndFire.apply(activation, self.time_steps, self.threshold)
 
     def _poisson(self, activation: Tensor, stream: Generator | None) -> Tensor:
         """Without a stream every row meets the same draws, so that evaluation is reproducible."""
@@ -87,6 +80,31 @@ class PopulationEncoder(nn.Module):
             shape = (self.time_steps, 1, activation.shape[1])
         draws = torch.rand(shape, generator=stream, device=activation.device)
         return straight_through(draws < activation, activation.expand(self.time_steps, -1, -1))
+
+
+class IntegrateAndFire(torch.autograd.Function):
+    """V += A, S[t] = 1 where V > threshold, V -= S[t] threshold: activations [B, N] -> spikes
+    [T, B, N], with dS/dV = 1 (straight-through). One node for what would be four a step."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, time_steps: int, threshold: float) -> Tensor:
+        ctx.threshold = threshold
+        voltage = torch.zeros_like(activation)
+        spikes = voltage.repeat(time_steps, 1, 1)
+        for i in range(time_steps):
+            voltage += activation
+            torch.gt(voltage, threshold, out=spikes[i])
+            voltage.sub_(spikes[i], alpha=threshold)
+        return spikes
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        to_voltage, total = torch.zeros_like(gradient[0]), torch.zeros_like(gradient[0])
+        for to_spike in gradient.unbind()[::-1]:
+            to_voltage = torch.add(to_spike, to_voltage, alpha=1 - ctx.threshold)
+            total += to_voltage
+        return total, None, None
 
 
 def straight_through(hard: Tensor, soft: Tensor) -> Tensor:

@@ -10,13 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from spikingjelly.activation_based import functional, neuron, surrogate
 from torch import Tensor, nn
 
 from sansac.algorithm import SAC
 from sansac.config import Actor, Config, Spiking
 from sansac.replay import Batch
-from sansac.spiking import PopulationEncoder, SpikingActor, SpikingLayer, load_popsan
+from sansac.spiking import (
+    IntegrateAndFire,
+    PopulationEncoder,
+    SpikingActor,
+    SpikingLayer,
+    load_popsan,
+    straight_through,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 OBS, ACT, B = 5, 2, 32
@@ -1166,3 +1175,29 @@ def test_batch_normalised_currents_start_around_half_the_threshold() -> None:
     folded = current.flatten(0, 1)
     torch.testing.assert_close(folded.mean(0), torch.full((16,), 0.4), rtol=0, atol=1e-4)
     torch.testing.assert_close(folded.std(0), torch.full((16,), 0.4), rtol=0, atol=2e-3)
+
+
+@given(
+    steps=st.integers(1, 16),
+    rows=st.integers(0, 5),
+    fields=st.integers(1, 9),
+    seed=st.integers(0, 2**31 - 1),
+)
+@settings(max_examples=40)
+def test_the_encoders_integrator_is_its_equations_in_autograd(
+    steps: int, rows: int, fields: int, seed: int
+) -> None:
+    stream = torch.Generator().manual_seed(seed)
+    plain = torch.rand(rows, fields, generator=stream).requires_grad_()
+    voltage, spikes = torch.zeros_like(plain), []
+    for _ in range(steps):
+        voltage = voltage + plain
+        spikes.append(straight_through(voltage > 0.999, voltage))
+        voltage = voltage - spikes[-1] * 0.999
+    expected = torch.stack(spikes)
+    activation = plain.detach().requires_grad_()
+    found = IntegrateAndFire.apply(activation, steps, 0.999)
+    assert torch.equal(found, expected)
+    upstream = torch.randn(expected.shape, generator=stream)
+    (slope,) = torch.autograd.grad(expected, plain, upstream)
+    torch.testing.assert_close(torch.autograd.grad(found, activation, upstream)[0], slope)
