@@ -342,11 +342,7 @@ def readout_linear(actor: SpikingActor) -> nn.Linear:
     if isinstance(readout, MembraneReadout):
         return readout.linear
     if isinstance(readout, GroupedLinear):
-        groups, inputs, _ = readout.weight.shape
-        linear = nn.Linear(groups * inputs, groups).requires_grad_(False)
-        linear.weight.copy_(torch.block_diag(*readout.weight.transpose(1, 2)))
-        linear.bias.copy_(readout.bias.flatten())
-        return linear
+        return readout.as_linear()
     assert isinstance(readout, nn.Linear)
     return readout
 

@@ -113,12 +113,9 @@ def read_layers(actor: Any) -> list[Layer]:
         of, linear = neuron(actor, i), layer.linear
         weight = array(linear.weight).T.copy()
         layers.append(Layer(weight, array(linear.bias), spikes or i > 0, of.decay, of.v_threshold))
-    readout = actor.readout
-    if isinstance(readout, GroupedLinear):
-        weight = torch.block_diag(*readout.weight)
-        return [*layers, Layer(array(weight), array(readout.bias).ravel(), False)]
-    membrane = isinstance(readout, MembraneReadout)
-    linear = readout.linear if membrane else readout
+    readout, membrane = actor.readout, isinstance(actor.readout, MembraneReadout)
+    grouped = isinstance(readout, GroupedLinear)
+    linear = readout.linear if membrane else readout.as_linear() if grouped else readout
     return [*layers, Layer(array(linear.weight).T.copy(), array(linear.bias), membrane)]
 
 

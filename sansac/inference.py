@@ -15,15 +15,15 @@ from torch import nn
 from sansac import kernels
 from sansac.networks import DenseActor, fold_batch_norm
 from sansac.off_policy import OffPolicy
-from sansac.spiking import FUSED, SpikingActor, SpikingLayer
+from sansac.spiking import FUSED, GroupedLinear, SpikingActor, SpikingLayer
 
 
 def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
     """The policy as it is now; None where C does not compute it.
 
     It does on a CPU with a compiler, without LayerNorm: for a dense actor with ReLU, for a spiking
-    one of the encoder `current`, the decoder `rate`, the neurons `lif`, `plif` or `cuba` and of
-    the backend `native`.
+    one of the encoder `current`, a decoder that reads mean spikes, without connections among its
+    neurons, the neurons `lif`, `plif` or `cuba` and of the backend `native`.
     """
     actor, on_cpu = algorithm.policy_actor, algorithm.device.type == "cpu"
     if not on_cpu or any(isinstance(module, nn.LayerNorm) for module in actor.modules()):
@@ -34,7 +34,8 @@ def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
     neurons: list[kernels.Neuron] = []
     if isinstance(actor, SpikingActor):
         config = actor.config
-        if (config.encoder, config.decoder) != ("current", "rate") or config.neuron not in FUSED:
+        unlike = config.encoder != "current" or config.decoder == "membrane"
+        if unlike or config.output_connections or config.neuron not in FUSED:
             return None
         backend = config.backend
         neurons = [neuron(actor, i) for i in range(len(actor.layers))]
@@ -42,7 +43,8 @@ def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
         return None
     folded = fold_batch_norm(actor)
     linears: list[Any] = [getattr(layer, "linear", layer) for layer in folded.layers]
-    linears.append(folded.mean if isinstance(folded, DenseActor) else folded.readout)
+    last: Any = folded.mean if isinstance(folded, DenseActor) else folded.readout
+    linears.append(last.as_linear() if isinstance(last, GroupedLinear) else last)
     norm = algorithm.norm
     if algorithm.config.normalize_observations:
         return kernels.ActionMean(linears, neurons, norm.centre, norm.scale, norm.clip)

@@ -222,6 +222,15 @@ class GroupedLinear(nn.Module):
         grouped = x.unflatten(-1, self.weight.shape[:2])
         return (grouped[..., None] * self.weight).sum(-2) + self.bias
 
+    @torch.no_grad()
+    def as_linear(self) -> nn.Linear:
+        """A copy as one product, [B, G * I] -> [B, G * O], the groups' matrices its blocks."""
+        groups, inputs, outputs = self.weight.shape
+        linear = nn.Linear(groups * inputs, groups * outputs).requires_grad_(False)
+        linear.weight.copy_(torch.block_diag(*self.weight.transpose(1, 2)))
+        linear.bias.copy_(self.bias.flatten())
+        return linear
+
 
 class SpikingLayer(nn.Module):
     """A product, the normalisation of its current, and neurons.

@@ -69,6 +69,7 @@ def test_a_dense_policy_is_torchs(batch_norm: bool, normalize: bool) -> None:
         {"neuron": "lif", "decay_input": False},
         {"neuron": "plif", "learn_threshold": True},
         {"neuron": "cuba"},
+        {"decoder": "population", "output_population": 30},
     ],
 )
 def test_a_spiking_policy_is_torchs(
@@ -85,7 +86,7 @@ def test_a_spiking_policy_is_torchs(
         ({"layer_norm": True}, {}),
         ({}, {"encoder": "population"}),
         ({}, {"decoder": "membrane"}),
-        ({}, {"decoder": "population"}),
+        ({}, {"decoder": "population", "output_connections": True}),
         ({}, {"neuron": "alif"}),
         ({}, {"backend": "torch"}),
         ({}, {"backend": "spikingjelly"}),
