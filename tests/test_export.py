@@ -45,6 +45,9 @@ STACKS: dict[str, dict[str, Any]] = {
         "san": True,
         "spiking": {"encoder": "population-current", "decoder": "membrane", "time_steps": 3},
     },
+    "output-population": {
+        "san": True, "actor": {"batch_norm": True}, "spiking": {"decoder": "population"},
+    },
     "membrane-max": {"san": True, "spiking": {"decoder": "membrane", "membrane": "max"}},
     "spikes-alone": {
         "san": True, "actor": {"hidden": [16]},
