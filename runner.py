@@ -176,7 +176,7 @@ class Inspect(Command):
 
 
 @dataclass
-class Compare:
+class Compare(Command):
     """Compare groups of runs over their seeds: learning curves, final performance, probability of
     improvement and performance profile, as figures, tables and a self-contained page."""
 

@@ -34,7 +34,7 @@ def updater(algorithm: OffPolicy) -> Callable[[Batch], dict[str, Tensor]]:
     if algorithm.device.type != "cuda":
         raise ConfigError(
             f"learning.cuda_graph records on a GPU: expected device cuda, found "
-            f"{algorithm.device.type}; leave it out, or give --device cuda"
+            f"{algorithm.device.type}; give --device cuda, or --learning.no-cuda-graph"
         )
     return Captured(algorithm)
 
@@ -83,6 +83,7 @@ class Captured:
         own = Batch(*(column.clone() for column in batch))
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.algorithm.noise)
-        with torch.cuda.graph(graph):
+        # Another thread may be writing a checkpoint, whose copies would end a "global" recording.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             metrics = self.algorithm.update(own)
         return Recorded(graph, own, metrics, self.algorithm.prediction, self.algorithm.target)

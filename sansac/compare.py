@@ -492,7 +492,7 @@ def ratios(groups: Sequence[Group], reference: str, random: float) -> list[Ratio
 
 def random_score(groups: Sequence[Group], reference: str) -> float:
     """Mean return of random actions in the episodes of the final evaluations. Raises ConfigError
-    where no group of that name has one."""
+    where no group of that name has one, or it is no better than they are."""
     finished = {group.name: group.finished for group in groups if group.finished}
     if reference not in finished:
         raise ConfigError(
@@ -500,9 +500,16 @@ def random_score(groups: Sequence[Group], reference: str) -> float:
             f"found {reference!r}"
         )
     run = finished[reference][0]
-    return random_return(
+    score = float(statistics.iqm([run.score for run in finished[reference]]))
+    random = random_return(
         env_factory(run.config), episodes=run.final["episodes"], seed=run.final["seed"]
     )
+    if score <= random:
+        raise ConfigError(
+            f"--parity: expected a group that is better than random actions ({random:.1f}), found "
+            f"{reference!r} with an IQM of {score:.1f}; name another group, or leave it out"
+        )
+    return random
 
 
 def own_threshold(env: str) -> float | None:
@@ -599,7 +606,7 @@ class Comparison:
              span(*found.interval, digits=3)]
             for found in ratios(self.groups, self.parity, self.random)
         ]  # fmt: skip
-        return [["return above random", "ratio", "95 % interval"], *rows]
+        return [["return above random", "ratio", "95 % interval"], *rows] if rows else []
 
     def pictures(self) -> list[Picture]:
         pictures = [
@@ -632,8 +639,9 @@ an action, arithmetic alone and with memory traffic, under the first model that 
 used. A dense run is a ring where all its products are counted, a dot where the zeros of its ReLU
 are skipped. The line joins the runs that none beats in both."""
 PARITY = """Ratio of interquartile means over seeds, both above {random:.1f}, the mean return of
-random actions in the same {episodes} episodes, and its bootstrap interval: parity at 3 % where the
-interval begins at 0.97 or higher and {reference} itself does as well as the task allows."""
+random actions in the same {episodes} episodes, and its bootstrap interval, of which there is none
+where a resample of {reference} is no better than they are: parity at 3 % where the interval begins
+at 0.97 or higher and {reference} itself does as well as the task allows."""
 DEPLOYMENT = """Means over the finished runs in which the commands `energy` and `latency` left their
 results. Energies are modelled, not measured, a dense agent's with the zeros of its ReLU skipped;
 times were measured on the machine of that command."""

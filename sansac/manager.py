@@ -63,7 +63,8 @@ from sansac.video import record_video
 CHANGEABLE = (
     "total_steps", "log_every", "eval_every", "eval_episodes", "final_episodes",
     "checkpoint_every", "stop_at_return", "patience", "keep_best", "keep_every",
-    "save_in_background", "device", "video", "wandb", "wandb_project", "tensorboard", "runs_dir",
+    "save_in_background", "device", "learning.cuda_graph", "video", "wandb", "wandb_project",
+    "tensorboard", "runs_dir",
 )  # fmt: skip
 
 # Where a process finds the control groups that limit its memory, and their limits.
@@ -741,7 +742,8 @@ class Manager:
         `which` is last, previous, best or a checkpoint file. Loads on any device.
         """
         path = Path(path)
-        anywhere = {"device": "auto", "spiking": {"backend": "auto"}}
+        anywhere = {"device": "auto", "spiking": {"backend": "auto"},
+                    "learning": {"cuda_graph": False}}  # fmt: skip
         manager = cls(resolve(checkpoint.read_config(path).dump(), anywhere), make_env)
         if which not in ("last", "previous", "best"):
             file = Path(which)

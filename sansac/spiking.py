@@ -46,6 +46,7 @@ class PopulationEncoder(nn.Module):
     """
 
     threshold = 0.999
+    draws: Tensor
 
     def __init__(self, config: SpikingConfig, observation_size: int) -> None:
         super().__init__()
@@ -57,6 +58,9 @@ class PopulationEncoder(nn.Module):
             centres = torch.zeros(1)
         self.mean = nn.Parameter(centres.repeat(observation_size, 1))
         self.std = nn.Parameter(torch.full_like(self.mean, config.input_std))
+        if config.encoder == "poisson":  # once: a CUDA graph cannot record the making of a stream
+            shape, fixed = (config.time_steps, 1, self.size), Generator().manual_seed(0)
+            self.register_buffer("draws", torch.rand(shape, generator=fixed), persistent=False)
 
     def activation(self, observation: Tensor) -> Tensor:
         """[B, obs] -> activations of the fields, [B, obs * population], in (0, 1]."""
@@ -74,11 +78,10 @@ class PopulationEncoder(nn.Module):
 
     def _poisson(self, activation: Tensor, stream: Generator | None) -> Tensor:
         """Without a stream every row meets the same draws, so that evaluation is reproducible."""
-        shape = (self.time_steps, *activation.shape)
-        if stream is None:
-            stream = Generator(activation.device).manual_seed(0)
-            shape = (self.time_steps, 1, activation.shape[1])
-        draws = torch.rand(shape, generator=stream, device=activation.device)
+        draws = self.draws
+        if stream is not None:
+            shape = (self.time_steps, *activation.shape)
+            draws = torch.rand(shape, generator=stream, device=activation.device)
         return straight_through(draws < activation, activation.expand(self.time_steps, -1, -1))
 
 

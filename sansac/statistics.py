@@ -97,12 +97,15 @@ def ratio_interval(
     x: ArrayLike, y: ArrayLike, origin: float, *, repetitions: int = 20_000, seed: int = 0
 ) -> Interval:
     """95 % percentile bootstrap interval of (IQM of x - origin) / (IQM of y - origin), scores of
-    one task [seeds]; `x` and `y` are resampled on their own. NaN for one seed."""
+    one task [seeds]; `x` and `y` are resampled on their own. NaN for one seed, and where a resample
+    of `y` is not above the origin: past 0 a ratio changes its sign, and its order tells nothing."""
     x, y = np.asarray(x, float), np.asarray(y, float)
     if min(len(x), len(y)) < 2:
         return np.nan, np.nan
     rng = np.random.default_rng(seed)
     above = [iqm(resample(s, repetitions, rng)[..., 0], 1) - origin for s in (x, y)]
+    if above[1].min() <= 0:
+        return np.nan, np.nan
     low, high = percentiles(above[0] / above[1])
     return float(low), float(high)
 

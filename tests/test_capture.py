@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+import runner
 from sansac.capture import WARM_UP, Captured, updater
+from sansac.checkpoint import write_config
 from sansac.config import ConfigError, presets_for, resolve
 from sansac.family import make_algorithm
 from sansac.manager import Manager
@@ -28,6 +30,11 @@ from sansac.replay import Batch
 
 ALGORITHMS = ["sac", "sac-v", "td3", "tqc", "crossq", "droq", "redq"]
 GRAPH = {"learning": {"cuda_graph": True}}
+ACTORS: dict[str, dict[str, Any]] = {
+    "dense": {"san": False},
+    "spiking": {"san": True},
+    "poisson": {"san": True, "spiking": {"encoder": "poisson"}},
+}
 SMALL = {"actor": {"hidden": [16, 16]}, "critic": {"hidden": [16, 16]}}
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -66,13 +73,14 @@ class AnywhereGenerator(torch.Generator):
         return super().__new__(cls)
 
 
-@pytest.mark.parametrize("san", [False, True], ids=["dense", "spiking"])
+@pytest.mark.parametrize("actor", ACTORS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_update_neither_waits_for_its_device_nor_copies_to_it(name: str, san: bool) -> None:
-    """On torch's device without memory no number can be asked for. Adam's own step is torch's."""
-    own = {"algorithm": name, "san": san, "spiking": {"backend": "torch"}}
+def test_an_update_neither_waits_for_its_device_nor_copies_to_it(name: str, actor: str) -> None:
+    """On torch's device without memory no number can be asked for and no stream made. Adam's own
+    step is torch's."""
+    own = {"algorithm": name, "spiking": {"backend": "torch"}}
     layers = presets_for({"env": "BipedalWalker-v3", "algorithm": name}), SMALL, own
-    config = resolve(*layers, {"learning": {"policy_delay": 2}})
+    config = resolve(*layers, ACTORS[actor], {"learning": {"policy_delay": 2}})
 
     def gradients(algorithm: OffPolicy, loss: Tensor, *names: str) -> None:
         groups = [g for name in names for g in algorithm.optimizers[name].param_groups]
@@ -95,7 +103,7 @@ def test_an_update_neither_waits_for_its_device_nor_copies_to_it(name: str, san:
 
 
 def test_a_recording_is_refused_where_it_cannot_be_or_would_keep_what_changes() -> None:
-    with pytest.raises(ConfigError, match=r"expected device cuda, found cpu; leave it out"):
+    with pytest.raises(ConfigError, match=r"expected device cuda, found cpu; give --device cuda"):
         Manager(tiny(**GRAPH))
     width = {"spiking": {"surrogate_width": "linear:2:0.5"}}
     with pytest.raises(ConfigError, match=r"cuda_graph records one spiking.surrogate_width"):
@@ -104,6 +112,18 @@ def test_a_recording_is_refused_where_it_cannot_be_or_would_keep_what_changes() 
     moves = {"adaptive": {"moves": "batch_size", "low": 64, "high": 512}}
     with pytest.raises(ConfigError, match=r"cuda_graph records batches of one size"):
         resolve(GRAPH, moves)
+
+
+def test_a_run_with_recorded_updates_is_loaded_and_resumed_without_a_gpu(tmp_path: Path) -> None:
+    manager = Manager(tiny(tmp_path))
+    manager.train()
+    write_config(resolve(manager.config.dump(), GRAPH), manager.directory)
+    assert Manager.load(manager.directory).evaluate(1)["step"] == 160
+    with pytest.raises(ConfigError, match=r"or --learning\.no-cuda-graph"):
+        Manager.resume(manager.directory, total_steps=200)
+    words = ["train", "--resume", str(manager.directory), "--total-steps", "200"]
+    assert runner.main([*words, "--learning.no-cuda-graph"]) == 0
+    assert Manager.load(manager.directory).step == 200
 
 
 def test_a_rate_stays_in_the_memory_that_a_recording_reads() -> None:
@@ -138,7 +158,8 @@ class StandIn:
         return graph
 
     @contextmanager
-    def graph(self, graph: Any) -> Iterator[None]:
+    def graph(self, graph: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
         state = copy.deepcopy(self.algorithm.state_dict())
         yield
         self.algorithm.load_state_dict(state | {"updates": self.algorithm.updates})
@@ -186,11 +207,11 @@ def test_recordings_are_replayed_by_kind_with_the_batch_at_hand() -> None:
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("san", [False, True], ids=["dense", "spiking"])
+@pytest.mark.parametrize("actor", ACTORS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_recorded_and_plain_updates_give_equal_parameters(name: str, san: bool) -> None:
-    own = {"algorithm": name, "san": san, "learning": {"policy_delay": 2}}
-    layers = presets_for({"env": "BipedalWalker-v3", "algorithm": name}), SMALL, own
+def test_recorded_and_plain_updates_give_equal_parameters(name: str, actor: str) -> None:
+    own = {"algorithm": name, "learning": {"policy_delay": 2}}
+    layers = presets_for({"env": "BipedalWalker-v3", "algorithm": name}), SMALL, own, ACTORS[actor]
     plain = make_algorithm(resolve(*layers), 5, 2, "cuda")
     recorded = make_algorithm(resolve(*layers, GRAPH), 5, 2, "cuda")
     update = updater(recorded)

@@ -37,7 +37,7 @@ from sansac.compare import (
 )
 from sansac.compare_plots import curve_lines, draw_curves, draw_pareto, front, looks
 from sansac.config import ConfigError, merge
-from sansac.environments import env_factory
+from sansac.environments import TRUST, env_factory
 from sansac.evaluation import random_return
 from sansac.logger import JsonLines
 from sansac.manager import Manager
@@ -655,6 +655,39 @@ def test_parity_is_held_against_random_actions_in_the_same_episodes(
     assert f"above {random:.1f}," in text and "in the same 2 episodes" in text
     assert text.count("to dense") == 1
     assert f"above {random:.1f}," in (tmp_path / "out" / "report.html").read_text()
+    # Alone, the group is held against nothing.
+    alone = ["compare", str(tmp_path / "runs" / "d*"), "--out", str(tmp_path / "alone")]
+    assert runner.main([*alone, "--parity", "dense"]) == 0
+    assert "above random" not in (tmp_path / "alone" / "table.md").read_text()
+
+
+@pytest.mark.parametrize("better", [0.0, -100.0])
+def test_parity_needs_a_group_that_is_better_than_random_actions(
+    better: float, make: Make, tmp_path: Path
+) -> None:
+    """A worse group would be held to have more than all of the reference's return."""
+    score = random_return(env_factory(tiny()), episodes=2, seed=FINAL["seed"]) + better
+    for seed in range(2):
+        make(f"d{seed}", [score, score], seed=seed)
+        make(f"s{seed}", [score - 10, score - 10], seed=seed, san=True)
+    with pytest.raises(ConfigError, match=r"better than random .*found 'dense' with an IQM"):
+        compare([tmp_path / "runs"], tmp_path / "out", parity="dense")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_parity_plays_an_environment_of_a_module_where_it_is_trusted(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TRUST, "0")
+    make("d", [-10.0], env="os:Pendulum-v1")
+    make("s", [-20.0], env="os:Pendulum-v1", san=True)
+    words = ["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--parity", "dense"]
+    with pytest.raises(SystemExit):
+        runner.main(words)
+    assert "give --trust-env" in capsys.readouterr().err
+    assert runner.main([*words, "--trust-env"]) == 0
+    assert "spiking to dense" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("undrawn")

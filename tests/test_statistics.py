@@ -114,6 +114,14 @@ def test_the_interval_of_a_ratio_is_scipys() -> None:
     assert ratio_interval(x, y, origin) == pytest.approx(expected, abs=0.003)
 
 
+def test_a_ratio_to_what_may_be_nothing_has_no_interval() -> None:
+    """One seed of the reference below the origin turns the sign of many a resample."""
+    assert np.isnan(ratio_interval([90.0, 91, 92, 93, 94], [100.0, 100, 100, 100, -300], 0.0)).all()
+    assert np.isnan(ratio_interval([90.0, 91], [100.0, 0.0], 0.0)).all()
+    low, high = ratio_interval([-90.0, 91], [100.0, 100.0], 0.0)
+    assert (low, high) == (-0.9, 0.91)
+
+
 def test_one_seed_has_no_interval() -> None:
     assert np.isnan(ratio_interval([3.0], [1.0, 2.0], 0.0)).all()
     assert np.isnan(interval([3.0])).all()
