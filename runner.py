@@ -197,7 +197,7 @@ class Compare(Command):
 
 
 @dataclass
-class Export:
+class Export(Command):
     """Take a trained agent out of Python: its deterministic policy, raw observations to actions of
     the environment's scale. What is written is played beside the policy."""
 
@@ -221,7 +221,7 @@ class Export:
 
 
 @dataclass
-class Energy:
+class Energy(Command):
     """Count what an action of a trained agent costs over episodes, and put joules to it under named
     models of hardware, beside the dense actor of the task. Nothing is measured: these are models.
     A run keeps the result as energy.json, which compare reads."""
@@ -244,7 +244,7 @@ class Energy:
 
 
 @dataclass
-class Latency:
+class Latency(Command):
     """Time one action, batch 1, one thread: in this process, in onnxruntime, in compiled C; and
     count the deadlines that control loops of 50, 100 and 500 Hz miss on this machine as it is now.
     A run keeps the result as latency.json, which compare reads."""

@@ -50,6 +50,7 @@ class Captured:
 
     def __init__(self, algorithm: OffPolicy) -> None:
         self.algorithm = algorithm
+        self.stream = torch.cuda.Stream()
         self.seen: Counter[tuple[int, bool]] = Counter()
         self.recorded: dict[tuple[int, bool], Recorded] = {}
 
@@ -71,7 +72,7 @@ class Captured:
 
     def _beside(self, batch: Batch) -> dict[str, Tensor]:
         """The update on a stream of its own, as a recording is."""
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here, beside = torch.cuda.current_stream(), self.stream
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             metrics = self.algorithm.update(batch)

@@ -329,8 +329,8 @@ def settings_flags(groups: Sequence[Group], by: str) -> list[str]:
 
 def differences(groups: Sequence[Group], by: str) -> list[list[str]]:
     """Field, then its value in each group, of every field that is not the same in all runs."""
-    own = {"san"} if "actor" in by.split(",") else set()
-    own |= {key.strip().replace("-", "_") for key in by.split(",")}
+    own = {key.strip().replace("-", "_") for key in by.split(",")}
+    own |= {"san"} if "actor" in own else set()
     rows = []
     for key in fields():
         if key in own or key in IGNORED:

@@ -181,12 +181,13 @@ def test_recordings_are_replayed_by_kind_with_the_batch_at_hand() -> None:
     """A delayed policy and two sizes of batches: parameters, metrics and errors as without."""
     config = resolve(SMALL, {"learning": {"policy_delay": 2, "rate_factor": "linear:1:0.1"}})
     plain, recorded = (make_algorithm(config, 5, 2, "cpu") for _ in range(2))
-    cuda = StandIn(recorded)
+    stream = SimpleNamespace(wait_stream=lambda stream: None)
+    with patch("torch.cuda.Stream", lambda: stream):
+        cuda = StandIn(recorded)
     cuda_module = SimpleNamespace(
-        CUDAGraph=cuda.CUDAGraph, graph=cuda.graph, Stream=lambda: cuda_stream,
-        current_stream=lambda: cuda_stream, stream=lambda stream: nullcontext(),
+        CUDAGraph=cuda.CUDAGraph, graph=cuda.graph, current_stream=lambda: stream,
+        stream=lambda stream: nullcontext(),
     )  # fmt: skip
-    cuda_stream = SimpleNamespace(wait_stream=lambda stream: None)
     with patch("sansac.capture.torch.cuda", cuda_module):
         for i in range(40):
             batch = make_batch(i)
