@@ -53,7 +53,7 @@ def test_every_option_of_deployment_is_explained(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             runner.main([command, "--help"])
         options = set(re.findall(r"--[a-z]\w+", capsys.readouterr().out))
-        own = options - {"--help", "--seed", "--actions", "--seconds", "--no"}
+        own = options - {"--help", "--seed", "--actions", "--seconds", "--no", "--trust"}
         assert {option for option in own if option not in DEPLOY} == set(), command
 
 
