@@ -30,7 +30,7 @@ def updater(algorithm: OffPolicy) -> Callable[[Batch], dict[str, Tensor]]:
     """What makes an update: the algorithm, with learning.cuda_graph a recording of it. Raises
     ConfigError for a recording elsewhere than on CUDA."""
     if not algorithm.config.learning.cuda_graph:
-        return algorithm.update
+        return lambda batch: algorithm.update(batch)  # looked up anew: a user may wrap it
     if algorithm.device.type != "cuda":
         raise ConfigError(
             f"learning.cuda_graph records on a GPU: expected device cuda, found "
