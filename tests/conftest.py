@@ -51,6 +51,12 @@ TINY: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test that draws from torch's own stream draws the same alone and among others."""
+    torch.manual_seed(0)
+
+
 def tiny(runs_dir: Path | None = None, **changes: Any) -> Config:
     """A configuration that trains in about a second; `changes` as for `Config.for_env`."""
     where = {} if runs_dir is None else {"runs_dir": str(runs_dir)}

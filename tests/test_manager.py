@@ -443,6 +443,7 @@ def test_the_arithmetic_of_the_ratio(ratio: Any, num_envs: int, starts: int, rou
             return lambda *arguments: {}
 
     manager.algorithm = manager.replay = manager.progress = Nothing()  # type: ignore[assignment]
+    manager.update = lambda batch: {}
     for _ in range(rounds):
         manager.step += num_envs
         manager.learn()
