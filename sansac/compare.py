@@ -244,7 +244,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def group_runs(runs: Sequence[Run], by: str) -> list[Group]:
     """Groups of runs alike in `by`: `actor`, `name` (less its seed), another field, or several,
     separated by commas."""
-    keys = [key.strip().replace("-", "_") for key in by.split(",")]
+    keys = keys_of(by)
     for key in keys:
         if key not in fields() and key != "actor":
             raise ConfigError(f"--by: unknown field {key!r}" + nearest(key, ["actor", *fields()]))
@@ -254,10 +254,14 @@ def group_runs(runs: Sequence[Run], by: str) -> list[Group]:
         for key in keys:
             value = run.setting(key)
             short = key.rpartition(".")[2]
-            plain = key in ("actor", "name")
-            words["dense" if value == NONE else value if plain else f"{short} {value}"] = 1
+            alone = key in ("actor", "name")
+            words["dense" if value == NONE else value if alone else f"{short} {value}"] = 1
         groups.setdefault(", ".join(words), []).append(run)
     return [Group(name, groups[name]) for name in sorted(groups, key=natural)]
+
+
+def keys_of(by: str) -> list[str]:
+    return [key.strip().replace("-", "_") for key in by.split(",")]
 
 
 def natural(name: str) -> list[Any]:
@@ -320,7 +324,7 @@ def settings_flags(groups: Sequence[Group], by: str) -> list[str]:
     between = [key for key, *cells in rows if len({*cells} - {NONE}) > 1]
     within = [key for key, *cells in rows if any(" | " in cell for cell in cells)]
     flags = []
-    if between and "name" not in map(str.strip, by.split(",")):
+    if between and "name" not in keys_of(by):
         flags.append(f"groups differ in more than {by}: {', '.join(between)}")
     if within:
         flags.append(f"settings vary within a group: {', '.join(within)}")
@@ -329,7 +333,7 @@ def settings_flags(groups: Sequence[Group], by: str) -> list[str]:
 
 def differences(groups: Sequence[Group], by: str) -> list[list[str]]:
     """Field, then its value in each group, of every field that is not the same in all runs."""
-    own = {key.strip().replace("-", "_") for key in by.split(",")}
+    own = set(keys_of(by))
     own |= {"san"} if "actor" in own else set()
     rows = []
     for key in fields():
@@ -724,7 +728,7 @@ def compare(
     """Compare runs: figures, curves, tables and a report in `out`. Raises ConfigError.
 
     `threshold` is the return whose first reaching is told; none: the environment's own, if any.
-    `parity` is the group that the others are held against, which plays random episodes.
+    `parity` is the group that the others are held against; random actions are played for it.
     """
     check_directory(out, overwrite)
     on_step("reading")

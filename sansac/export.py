@@ -34,7 +34,7 @@ from sansac.manager import Manager
 from sansac.networks import fold_batch_norm
 from sansac.off_policy import OffPolicy
 from sansac.page import check_directory
-from sansac.spiking import FUSED, GroupedLinear, MembraneReadout, SpikingActor
+from sansac.spiking import FUSED, MembraneReadout, SpikingActor, readout_linear
 
 Format = Literal["nir", "onnx", "torch", "c"]
 Act = Callable[[np.ndarray], np.ndarray]  # one observation [obs] -> one action [act]
@@ -334,17 +334,6 @@ def clip_bounds(algorithm: OffPolicy) -> tuple[Tensor, Tensor]:
         return -infinite, infinite
     reach = (norm.clip / norm.scale).cpu()
     return norm.centre.cpu() - reach, norm.centre.cpu() + reach
-
-
-def readout_linear(actor: SpikingActor) -> nn.Linear:
-    """The read-out's product; a grouped one as a matrix of its blocks."""
-    readout = actor.readout
-    if isinstance(readout, MembraneReadout):
-        return readout.linear
-    if isinstance(readout, GroupedLinear):
-        return readout.as_linear()
-    assert isinstance(readout, nn.Linear)
-    return readout
 
 
 def load_nir(directory: Path) -> Act:

@@ -26,7 +26,7 @@ from sansac.environments import ActionScale
 from sansac.inference import neuron
 from sansac.networks import DenseActor, fold_batch_norm
 from sansac.off_policy import OffPolicy
-from sansac.spiking import GroupedLinear, MembraneReadout, SpikingActor
+from sansac.spiking import MembraneReadout, SpikingActor, readout_linear
 
 SOURCE = Path(__file__).with_name("actor.c")
 FLAGS = (
@@ -113,9 +113,7 @@ def read_layers(actor: Any) -> list[Layer]:
         of, linear = neuron(actor, i), layer.linear
         weight = array(linear.weight).T.copy()
         layers.append(Layer(weight, array(linear.bias), spikes or i > 0, of.decay, of.v_threshold))
-    readout, membrane = actor.readout, isinstance(actor.readout, MembraneReadout)
-    grouped = isinstance(readout, GroupedLinear)
-    linear = readout.linear if membrane else readout.as_linear() if grouped else readout
+    linear, membrane = readout_linear(actor), isinstance(actor.readout, MembraneReadout)
     return [*layers, Layer(array(linear.weight).T.copy(), array(linear.bias), membrane)]
 
 

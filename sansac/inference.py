@@ -15,7 +15,7 @@ from torch import nn
 from sansac import kernels
 from sansac.networks import DenseActor, fold_batch_norm
 from sansac.off_policy import OffPolicy
-from sansac.spiking import FUSED, GroupedLinear, SpikingActor, SpikingLayer
+from sansac.spiking import FUSED, SpikingActor, SpikingLayer, readout_linear
 
 
 def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
@@ -43,8 +43,7 @@ def action_mean(algorithm: OffPolicy) -> kernels.ActionMean | None:
         return None
     folded = fold_batch_norm(actor)
     linears: list[Any] = [getattr(layer, "linear", layer) for layer in folded.layers]
-    last: Any = folded.mean if isinstance(folded, DenseActor) else folded.readout
-    linears.append(last.as_linear() if isinstance(last, GroupedLinear) else last)
+    linears.append(folded.mean if isinstance(folded, DenseActor) else readout_linear(folded))
     norm = algorithm.norm
     if algorithm.config.normalize_observations:
         return kernels.ActionMean(linears, neurons, norm.centre, norm.scale, norm.clip)

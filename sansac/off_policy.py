@@ -149,7 +149,7 @@ class OffPolicy:
         self.actor.set_progress(progress, best_return)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                set_rate(group, group["initial_lr"] * factor)
+                set_learning_rate(group, group["initial_lr"] * factor)
 
     @property
     def learning_rate(self) -> float:
@@ -222,7 +222,7 @@ def adam(
 ) -> torch.optim.Adam:
     """Adam over (parameters, learning rate) pairs, one fused call a step.
 
-    On CUDA rates are tensors: a recorded step reads anew what `set_rate` writes.
+    On CUDA rates are tensors: a recorded step reads anew what `set_learning_rate` writes.
     """
     settings: list[dict[str, Any]] = []
     for parameters, lr in groups:
@@ -233,7 +233,7 @@ def adam(
     return torch.optim.Adam(settings, betas=betas, fused=True)
 
 
-def set_rate(group: dict[str, Any], rate: float) -> None:
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -247,7 +247,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     for group, kept in zip(optimizer.param_groups, own, strict=True):
         rate = float(group["lr"])
         group.update(kept)
-        set_rate(group, rate)
+        set_learning_rate(group, rate)
 
 
 def averaged(module: nn.Module) -> list[Tensor]:

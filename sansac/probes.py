@@ -28,7 +28,7 @@ from sansac.checkpoint import write_atomically
 from sansac.config import Config, ConfigError
 from sansac.logger import Logger
 from sansac.manager import Manager
-from sansac.off_policy import set_rate as set_group_rate
+from sansac.off_policy import set_learning_rate
 from sansac.page import check_directory
 from sansac.progress import Progress
 from sansac.tune_plots import plot_lr_range, plot_optimizers
@@ -224,7 +224,7 @@ def set_rate(at: Bench, names: Sequence[str], rate: float) -> None:
     for name in names:
         if name in at.algorithm.optimizers:  # the temperature may be fixed
             for group in at.algorithm.optimizers[name].param_groups:
-                set_group_rate(group, float(rate))
+                set_learning_rate(group, float(rate))
 
 
 def judge(

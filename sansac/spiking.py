@@ -526,6 +526,17 @@ class SpikingActor(nn.Module):
         return values
 
 
+def readout_linear(actor: SpikingActor) -> nn.Linear:
+    """The read-out as one product, [B, features] -> [B, act]."""
+    readout = actor.readout
+    if isinstance(readout, MembraneReadout):
+        return readout.linear
+    if isinstance(readout, GroupedLinear):
+        return readout.as_linear()
+    assert isinstance(readout, nn.Linear)
+    return readout
+
+
 def load_popsan(state_dict: Mapping[str, Tensor], time_steps: int = 5) -> SpikingActor:
     """A SpikingActor of the published PopSAN SAC actor's parameters, by their own names.
 

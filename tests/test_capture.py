@@ -25,7 +25,7 @@ from sansac.checkpoint import write_config
 from sansac.config import ConfigError, presets_for, resolve
 from sansac.family import make_algorithm
 from sansac.manager import Manager
-from sansac.off_policy import OffPolicy, load_optimizer, set_rate
+from sansac.off_policy import OffPolicy, load_optimizer, set_learning_rate
 from sansac.replay import Batch
 
 ALGORITHMS = ["sac", "sac-v", "td3", "tqc", "crossq", "droq", "redq"]
@@ -130,7 +130,7 @@ def test_a_rate_stays_in_the_memory_that_a_recording_reads() -> None:
     weight, rate = torch.nn.Parameter(torch.ones(3)), torch.tensor(0.1)
     optimizer = torch.optim.Adam([{"params": [weight], "lr": rate}], fused=True)
     (group,) = optimizer.param_groups
-    set_rate(group, 0.2)
+    set_learning_rate(group, 0.2)
     assert group["lr"] is rate and rate == torch.tensor(0.2)
     other = torch.optim.Adam([weight], lr=0.5, fused=True)
     load_optimizer(optimizer, other.state_dict() | {})
