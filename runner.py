@@ -646,11 +646,11 @@ def energy(arguments: Sequence[str]) -> int:
             manager, dense, episodes=asked.episodes, seed=asked.seed, models=models,
             on_step=activity.tell,
         )  # fmt: skip
-    energy.keep(result, asked.run, energy.FILE)
     if asked.json:
         print(json.dumps(result))
     else:
         show_tables(energy.tables(result))
+    energy.keep(result, asked.run, energy.FILE)
     return 0
 
 
@@ -669,11 +669,11 @@ def latency(arguments: Sequence[str]) -> int:
         result = latency.measure(
             manager, actions=asked.actions, seconds=asked.seconds, on_step=activity.tell
         )
-    energy.keep(result, asked.run, latency.FILE)
     if asked.json:
         print(json.dumps(result))
     else:
         show_tables(latency.tables(result))
+    energy.keep(result, asked.run, latency.FILE)
     return 0
 
 

@@ -104,7 +104,7 @@ static void encode(const float *x, float *activation)
 
 /* -- the policy ------------------------------------------------------------------------------ */
 
-static int finite(float x)
+static int is_finite(float x) /* `finite` is taken in some C libraries */
 {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -196,7 +196,7 @@ int sansac_act(const float observation[OBSERVATIONS], float action[ACTIONS]);
 int sansac_act(const float observation[OBSERVATIONS], float action[ACTIONS])
 {
     for (int i = 0; i < OBSERVATIONS; ++i) {
-        if (!finite(observation[i])) return -1;
+        if (!is_finite(observation[i])) return -1;
 #if NORMALIZED
         const float normed = (observation[i] - centre[i]) * scale[i];
         x[i] = normed < -CLIP ? -CLIP : normed > CLIP ? CLIP : normed;
@@ -205,8 +205,11 @@ int sansac_act(const float observation[OBSERVATIONS], float action[ACTIONS])
 #endif
     }
     mean();
-    for (int j = 0; j < ACTIONS; ++j)
-        action[j] = (float)((double)middle[j] + (double)reach[j] * tanh((double)current[j]));
+    for (int j = 0; j < ACTIONS; ++j) {
+        const double share = (tanh((double)current[j]) + 1.0) * 0.5;
+        const float scaled = (float)((1.0 - share) * (double)low[j] + share * (double)high[j]);
+        action[j] = scaled < low[j] ? low[j] : scaled > high[j] ? high[j] : scaled;
+    }
     return 0;
 }
 

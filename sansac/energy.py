@@ -9,6 +9,7 @@ current of a constant input is computed once, a rate read-out multiplies mean sp
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,8 @@ def parse_models(words: tuple[str, ...]) -> dict[str, Model]:
         try:
             mac, accumulate, *size = map(float, numbers.split(","))
             (width,) = size or [4.0]
-            if not name or not min(mac, accumulate, width) > 0 or width % 1:
+            positive = all(0 < price < math.inf for price in (mac, accumulate, width))
+            if not name or not positive or width % 1:
                 raise ValueError
         except ValueError:
             raise ConfigError(
@@ -124,10 +126,12 @@ class Product(NamedTuple):
     output: Tensor | None  # what the layer puts out, if it has an activation
 
 
-def product(x: Tensor, fan_out: int, spikes: bool, output: Tensor | None = None) -> Product:
-    """Of inputs x, [..., inputs], each of which meets `fan_out` weights."""
+def product(
+    x: Tensor, fan_out: int, spikes: bool, output: Tensor | None = None, groups: int = 1
+) -> Product:
+    """Of inputs x, [..., inputs], each of which meets the `fan_out` weights of its group."""
     rows = x.numel() // x.shape[-1]
-    words = x.numel() / (32 if spikes else 1) + 2 * rows * fan_out
+    words = x.numel() / (32 if spikes else 1) + 2 * rows * groups * fan_out
     nonzero = int(torch.count_nonzero(x))
     return Product(spikes, nonzero * fan_out, x.numel() * fan_out, words, output)
 
@@ -142,18 +146,20 @@ def dense_products(actor: DenseActor, x: Tensor) -> Iterator[Product]:
 
 def spiking_products(actor: Any, x: Tensor) -> Iterator[Product]:
     inputs = x if actor.encoder is None else actor.encoder(x)
-    spikes = actor.config.encoder == "population"
+    spikes = actor.config.encoder in ("population", "poisson")
     for layer, trace in zip(actor.layers, actor.trace(x), strict=True):
         yield product(inputs, layer.linear.out_features, spikes, trace.spikes)
         if layer.connections is not None:  # from each step to the next
-            yield product(trace.spikes[:-1], layer.connections.weight.shape[-1], True)
+            groups, _, size = layer.connections.weight.shape
+            yield product(trace.spikes[:-1], size, True, groups=groups)
         inputs, spikes = trace.spikes, True
     readout = actor.readout
     if isinstance(readout, MembraneReadout):
         yield product(inputs, readout.linear.out_features, True)
     else:
-        fan_out = 1 if isinstance(readout, GroupedLinear) else readout.out_features
-        yield product(inputs.mean(0), fan_out, False)
+        grouped = isinstance(readout, GroupedLinear)
+        fan_out, groups = (1, len(readout.weight)) if grouped else (readout.out_features, 1)
+        yield product(inputs.mean(0), fan_out, False, groups=groups)
 
 
 class NeuronCosts(NamedTuple):
@@ -173,11 +179,11 @@ def neuron_costs(actor: Any) -> NeuronCosts:
     updates = config.time_steps * sum(layer.linear.out_features for layer in actor.layers)
     kept = states(config.neuron)
     macs, accumulates = updates * kept, 0 if config.neuron == "cuba" else updates
+    words = 2 * kept * updates
     if config.decoder == "membrane":
         integrated = config.time_steps * actor.readout.linear.out_features
         updates, macs = updates + integrated, macs + integrated
-        accumulates += integrated
-    words = 2 * kept * updates
+        accumulates, words = accumulates + integrated, words + 2 * integrated
     if actor.encoder is not None:
         fields = actor.encoder.size
         macs, accumulates = macs + 2 * fields, accumulates + fields
@@ -279,8 +285,8 @@ def account(
         }} for name, model in models.items()},
         "nvml_training_joules": measured(manager),
     }  # fmt: skip
-    if manager.config.san:
-        rate, time_steps = counts.accumulates / max(counts.synapses, 1), actor.config.time_steps
+    if counts.synapses:  # none where no product is fed by spikes
+        rate, time_steps = counts.accumulates / counts.synapses, actor.config.time_steps
         result |= {"time_steps": time_steps, "spike_rate": rate}
         for name, model in models.items():
             rates = {"dense_all": model.mac / (time_steps * model.accumulate)}
@@ -366,25 +372,31 @@ def count_rows(result: dict[str, Any]) -> list[list[str]]:
     cells = [f"{s:.3f}" if k else "" for s, k in zip(sparsity, known, strict=True)]
     rows.append(["activation sparsity", *cells, ""])
     for precision, size in (("float32", 4), ("int8", 1)):
-        held = [f"{size * values / 1024:,.0f}" for values in result["footprint_values"].values()]
+        held = [figure(size * values / 1024) for values in result["footprint_values"].values()]
         rows.append([f"KiB held, {precision}", *held, ""])
     for layer, rate in enumerate(result["firing_rate"] or ()):
         rows.append([f"firing rate, layer {layer}", f"{rate:.3f}", *blank, ""])
     return rows
 
 
+def figure(value: float) -> str:
+    """One decimal, or three significant digits of what is below ten."""
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+
+
 def joule_rows(result: dict[str, Any]) -> list[list[str]]:
     rows = [["nJ an action", "", *(HEADS[side] for side in result["action"]), "an episode"]]
     for name, model in result["models"].items():
         for kind in ("arithmetic", "with_memory"):
-            cells = [f"{1e9 * joules[kind]:,.1f}" for joules in model["joules"].values()]
-            episode = f"{1e6 * model['joules']['agent'][kind] * result['length_mean']:,.1f} µJ"
+            cells = [figure(1e9 * joules[kind]) for joules in model["joules"].values()]
+            episode = figure(1e6 * model["joules"]["agent"][kind] * result["length_mean"])
+            episode += " µJ"
             rows.append([name * (kind == "arithmetic"), kind.replace("_", " "), *cells, episode])
     return rows
 
 
 def break_even_rows(result: dict[str, Any]) -> list[list[str]]:
-    """The rate at which spikes cost what multiplications do; [] for a dense agent."""
+    """The rate at which spikes cost what multiplications do; [] where no product is of spikes."""
     if "spike_rate" not in result:
         return []
     against = [side for side in HEADS if side in result["action"] and side != "agent"]

@@ -193,7 +193,7 @@ def run_episode(
     total = 0.0
     while not should_stop() and len(observations) < MAX_EPISODE_STEPS:
         observations.append(np.asarray(observation, np.float32))
-        observation, reward, terminated, truncated, _ = env.step(act(observation))
+        observation, reward, terminated, truncated, _ = env.step(act(observations[-1]))
         total += float(reward)
         if not (math.isfinite(total) and np.isfinite(observation).all()):
             raise NonFiniteError(

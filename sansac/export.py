@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from gymnasium.spaces.utils import flatdim
 from spikingjelly.logger import logger as spikingjelly
 from torch import Tensor, nn
 
@@ -39,6 +40,14 @@ from sansac.spiking import FUSED, MembraneReadout, SpikingActor, readout_linear
 Format = Literal["nir", "onnx", "torch", "c"]
 Act = Callable[[np.ndarray], np.ndarray]  # one observation [obs] -> one action [act]
 
+FILES = {
+    "actor.nir",
+    "actor.onnx",
+    "actor.pt2",
+    "actor.c",
+    "preprocessing.onnx",
+    "postprocessing.onnx",
+}
 OPSET = 18  # of every ONNX file written here
 EQUAL = 1e-5  # largest difference of actions that rounding explains where no spike tips over
 DT = 1e-4  # seconds a simulation step of a NIR graph; what snnTorch and Norse assume
@@ -116,16 +125,18 @@ class Deployed(nn.Module):
 class Output(nn.Module):
     """The tanh of the mean, and the environment's scale: [B, act] in and out."""
 
-    middle: Tensor
-    reach: Tensor
+    low: Tensor
+    high: Tensor
 
     def __init__(self, scale: ActionScale) -> None:
         super().__init__()
-        self.register_buffer("middle", torch.tensor((scale.low + scale.high) / 2).float())
-        self.register_buffer("reach", torch.tensor((scale.high - scale.low) / 2).float())
+        self.register_buffer("low", torch.tensor(scale.low).float())
+        self.register_buffer("high", torch.tensor(scale.high).float())
 
     def forward(self, mean: Tensor) -> Tensor:
-        return self.middle + self.reach * torch.tanh(mean)
+        share = (torch.tanh(mean) + 1) * 0.5
+        scaled = (1 - share) * self.low + share * self.high
+        return torch.minimum(torch.maximum(scaled, self.low), self.high)  # rounding may pass them
 
 
 class Normalize(nn.Module):
@@ -233,20 +244,22 @@ def load_onnx(path: Path, input: str, output: str) -> Callable[[np.ndarray], np.
 # -- NIR ---------------------------------------------------------------------------------------
 
 
-class Clip(nn.Module):
-    """[B, obs] -> [T, B, obs], clipped in raw units and the same at every step."""
+class Centred(nn.Module):
+    """[B, obs] -> [T, B, obs]: less the normaliser's mean and clipped, in raw units, the same at
+    every step."""
 
-    low: Tensor
-    high: Tensor
+    centre: Tensor
+    reach: Tensor
 
-    def __init__(self, low: Tensor, high: Tensor, time_steps: int) -> None:
+    def __init__(self, centre: Tensor, reach: Tensor, time_steps: int) -> None:
         super().__init__()
         self.time_steps = time_steps
-        self.register_buffer("low", low)
-        self.register_buffer("high", high)
+        self.register_buffer("centre", centre)
+        self.register_buffer("reach", reach)
 
     def forward(self, observation: Tensor) -> Tensor:
-        clipped = torch.minimum(torch.maximum(observation, self.low), self.high)
+        centred = observation - self.centre
+        clipped = torch.minimum(torch.maximum(centred, -self.reach), self.reach)
         return clipped.expand(self.time_steps, -1, -1)
 
 
@@ -313,27 +326,24 @@ def export_nir(manager: Manager, out: Path) -> None:
     write_onnx(after, currents, out / "postprocessing.onnx", "output", "action", axis=1)
 
 
-def fold_norm(algorithm: OffPolicy, linear: nn.Linear, time_steps: int) -> tuple[Clip, nn.Linear]:
-    """Normalisation folded into a product, its clip left as bounds of raw observations."""
-    low, high = clip_bounds(algorithm)
+def fold_norm(
+    algorithm: OffPolicy, linear: nn.Linear, time_steps: int
+) -> tuple[Centred, nn.Linear]:
+    """The normaliser's scale folded into a product; its mean, which would cancel there against an
+    observation that hardly varies, and its clip are left."""
     folded = copy.deepcopy(linear)
     if algorithm.config.normalize_observations:
-        centre, scale = algorithm.norm.centre.cpu().double(), algorithm.norm.scale.cpu().double()
-        weight = linear.weight.double() * scale
         with torch.no_grad():
-            folded.weight.copy_(weight)
-            folded.bias.copy_(linear.bias.double() - weight @ centre)
-    return Clip(low, high, time_steps), folded
+            folded.weight.mul_(algorithm.norm.scale.cpu())
+    return Centred(*centre_and_reach(algorithm), time_steps), folded
 
 
-def clip_bounds(algorithm: OffPolicy) -> tuple[Tensor, Tensor]:
-    """Lowest and highest raw observation that the policy tells from its neighbours, [obs]."""
-    norm = algorithm.norm
+def centre_and_reach(algorithm: OffPolicy) -> tuple[Tensor, Tensor]:
+    """The normaliser's mean, and how far from it the policy tells observations apart, [obs]."""
+    centre, scale = algorithm.norm.centre.cpu(), algorithm.norm.scale.cpu()
     if not algorithm.config.normalize_observations:
-        infinite = torch.full_like(norm.centre, torch.inf).cpu()
-        return -infinite, infinite
-    reach = (norm.clip / norm.scale).cpu()
-    return norm.centre.cpu() - reach, norm.centre.cpu() + reach
+        return torch.zeros_like(centre), torch.full_like(centre, torch.inf)
+    return centre, algorithm.norm.clip / scale
 
 
 def load_nir(directory: Path) -> Act:
@@ -412,6 +422,7 @@ def export(
         "step": manager.step,
         "observation_size": manager.observation_size,
         "action_size": manager.action_size,
+        "goal_order": goal_order(manager),
     }
     try:
         on_step("writing")
@@ -425,10 +436,10 @@ def export(
         if format in ("nir", "onnx"):
             result["opset"] = OPSET
         if format == "nir":
-            low, high = clip_bounds(manager.algorithm)
+            centre, reach = centre_and_reach(manager.algorithm)
             result |= {"time_steps": manager.config.spiking.time_steps, "dt": DT}
             if manager.config.spiking.encoder == "current":
-                result |= {"clip_low": low.tolist(), "clip_high": high.tolist()}
+                result |= {"centre": centre.tolist(), "reach": reach.tolist()}
         if episodes and (format != "c" or export_c.compiler()):
             result |= check(manager, load(format, part), episodes, on_step)._asdict()
         (part / "README.md").write_text(card(result))
@@ -436,17 +447,30 @@ def export(
         result["files"] = sorted(file.name for file in part.iterdir())
         for name in result["files"]:
             os.replace(part / name, out / name)
+        for name in FILES - set(result["files"]):  # of another format, which was here before
+            (out / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(part)
     return result
 
 
+def goal_order(manager: Manager) -> list[str]:
+    """The parts of a goal-conditioned observation as one vector has them; [] of another."""
+    if manager.goals is None:
+        return []
+    env = manager.evaluation_env()
+    space: Any = env.unwrapped.observation_space
+    env.close()
+    return [f"{key} [{flatdim(part)}]" for key, part in space.spaces.items()]
+
+
 def calibration(manager: Manager) -> tuple[np.ndarray, str]:
-    """Observations [N, obs] that an int8 file is calibrated on, and where they are from: the run's
-    replay buffer, or episodes of the policy that no evaluation uses where there is none."""
+    """Observations [N, obs] that an int8 file is calibrated on, and where they are from: the replay
+    buffer in the run's checkpoint, or where there is none episodes that no evaluation uses."""
     last = (manager.run_dir or Path()) / "checkpoints" / "last.pt"
-    if last.exists():
-        rows = checkpoint.load(last)["replay"]["rows"]["observation"].float().numpy()
+    kept = checkpoint.load(last)["replay"]["rows"] if last.exists() else {}
+    if len(kept.get("observation", ())):  # rows on disk are not in the checkpoint
+        rows = kept["observation"].float().numpy()
         keep = np.unique(np.linspace(0, len(rows) - 1, MOST_CALIBRATION).astype(int))
         return rows[keep], "the replay buffer"
     env = Episodic(manager.evaluation_env())
@@ -489,10 +513,12 @@ def card(result: dict[str, Any]) -> str:
         "",
         HOW_TO[result["format"]].format(**{"opset": "", "dt": "", "time_steps": "", **result}),
     ]  # fmt: skip
-    if "clip_low" in result:
-        lines += ["", "The clip, in raw units:", "", "| entry | low | high |", "|---:|---:|---:|"]
-        pairs = zip(result["clip_low"], result["clip_high"], strict=True)
-        lines += [f"| {i} | {low:.6g} | {high:.6g} |" for i, (low, high) in enumerate(pairs)]
+    if result["goal_order"]:
+        lines += ["", f"An observation is, in this order: {', '.join(result['goal_order'])}."]
+    if "centre" in result:
+        lines += ["", "In raw units:", "", "| entry | mean | clipped beyond |", "|---:|---:|---:|"]
+        pairs = zip(result["centre"], result["reach"], strict=True)
+        lines += [f"| {i} | {mean:.6g} | {reach:.6g} |" for i, (mean, reach) in enumerate(pairs)]
     if "flash_bytes" in result:
         lines += ["", *(f"- {line}" for line in export_c.told(result))]
     if "largest_difference" in result:
@@ -510,12 +536,12 @@ def told(result: dict[str, Any]) -> str:
 
 
 HOW_TO = {
-    "nir": """`actor.nir` holds products and neurons, normalisation folded into the first product of
-an encoder `current`; a step is {dt} s. For one observation: `preprocessing.onnx` (opset {opset})
-maps `observation` [B, obs] to `input` [T, B, n], T = {time_steps}: the clip, or the fields.
-The graph runs T steps from its initial state. `postprocessing.onnx` maps its T outputs, `output`
-[T, B, act], to `action` [B, act]: their mean (or the read-out's integrator), the tanh and the
-action scale.""",
+    "nir": """`actor.nir` holds products and neurons, the normaliser's scale folded into the first
+product of an encoder `current`; a step is {dt} s. For one observation: `preprocessing.onnx` (opset
+{opset}) maps `observation` [B, obs] to `input` [T, B, n], T = {time_steps}: less the mean and
+clipped, or the fields. The graph runs T steps from its initial state. `postprocessing.onnx` maps
+its T outputs, `output` [T, B, act], to `action` [B, act]: their mean (or the read-out's
+integrator), the tanh and the action scale.""",
     "onnx": """`actor.onnx` (opset {opset}): `observation` [batch, obs] to `action` [batch, act],
 float32, any batch. Normalisation, its clip, the simulation steps, the tanh and the action scale are
 inside. Observations are not checked for NaN.""",

@@ -58,7 +58,7 @@ def source(
     tables: list[tuple[str, np.ndarray]] = []
     if norm is not None:
         tables += [("centre", norm.centre.cpu().numpy()), ("scale", norm.scale.cpu().numpy())]
-    tables += [("middle", (scale.low + scale.high) / 2), ("reach", (scale.high - scale.low) / 2)]
+    tables += [("low", scale.low), ("high", scale.high)]
     if spiking and actor.encoder is not None:
         tables.append(("field_mean", array(actor.encoder.mean).ravel()))
         tables.append(("field_std", array(actor.encoder.std).ravel()))
@@ -241,9 +241,9 @@ def told(result: dict[str, Any]) -> list[str]:
 
 
 def compiler() -> list[str] | None:
-    """The C compiler of this machine, $CC first."""
+    """The C compiler of this machine, or the one that $CC names; None where it is not there."""
     if given := shlex.split(os.environ.get("CC", "")):
-        return given
+        return given if shutil.which(given[0]) else None
     found = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     return found[:1] or None
 
@@ -252,7 +252,7 @@ def build(file: Path, target: Path, *more: str) -> None:
     """Compile with warnings as errors. Raises ConfigError without a compiler, or where it fails."""
     command = compiler()
     if command is None:
-        raise ConfigError("there is no C compiler: install gcc or clang")
+        raise ConfigError("there is no C compiler: install gcc or clang, or name one in CC")
     done = subprocess.run(
         [*command, *FLAGS, *more, str(file), "-lm", "-o", str(target)],
         capture_output=True, text=True, errors="replace",

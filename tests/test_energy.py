@@ -23,8 +23,9 @@ from test_export import STACKS, agent
 from torch import Tensor, nn
 
 from sansac import energy, export
-from sansac.config import ConfigError
+from sansac.config import Actor, ConfigError, Spiking
 from sansac.manager import Manager
+from sansac.spiking import SpikingActor
 
 EPISODES = 2
 
@@ -150,6 +151,34 @@ def test_a_spiking_count_by_hand() -> None:
     assert energy.footprint(actor) == (3 * 2 + 2) + (2 * 1 + 1) + 2
 
 
+def test_poisson_spikes_are_accumulated() -> None:
+    """No product of spikes is a multiplication, the first one's neither."""
+    config = Spiking(encoder="poisson", time_steps=3, input_population=2)
+    actor = SpikingActor(Actor(hidden=(4, 4)), config, 3, 2)
+    x = torch.randn(5, 3)
+    counts = energy.count(actor, x)
+    assert counts.synapses == 3 * (6 * 4 + 4 * 4) and counts.all_macs == 4 * 2
+    assert counts.macs <= counts.all_macs and 0 < counts.accumulates < counts.synapses
+
+
+def test_memory_of_grouped_products_and_integrators_by_hand() -> None:
+    """Every bias is read and every output written; an integrator has one state, a cuba two."""
+    x = torch.zeros(1, 2)
+    population = Spiking(decoder="population", output_population=3, time_steps=2)
+    actor = SpikingActor(Actor(hidden=(5,)), population, 2, 4)
+    *_, readout = energy.spiking_products(actor, x)
+    assert readout.words == 4 * 3 + 4 + 4 and readout.all_operations == 4 * 3
+    membrane = Spiking(neuron="cuba", decoder="membrane", time_steps=3)
+    actor = SpikingActor(Actor(hidden=(4,)), membrane, 2, 4)
+    assert energy.neuron_costs(actor).words == 2 * 3 * (2 * 4 + 4)
+
+
+def test_an_actor_whose_products_are_of_no_spikes_has_no_break_even_rate(tmp_path: Path) -> None:
+    alone = agent(tmp_path / "agent", **STACKS["one-layer"])  # its read-out takes mean spikes
+    result = energy.account(alone, None, episodes=1)
+    assert "spike_rate" not in result and energy.break_even_rows(result) == []
+
+
 def test_a_dense_count_by_hand() -> None:
     counts = energy.count(by_hand(san=False), torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 5.0]]))
     assert counts.macs == (3 * 2 + 1 * 2) / 2 + 1  # one unit is above 0
@@ -211,7 +240,9 @@ def test_the_break_even_rate_is_where_a_product_of_spikes_costs_a_dense_one(
         assert steps * rate * model["accumulate"] == pytest.approx(model["mac"])
 
 
-@pytest.mark.parametrize("word", ["chip", "chip=1", "=1,2", "chip=1,0", "chip=1,2,3,4", "c=1,2,.5"])
+@pytest.mark.parametrize(
+    "word", ["chip", "chip=1", "=1,2", "chip=1,0", "chip=1,2,3,4", "c=1,2,.5", "c=1,nan", "c=inf,1"]
+)
 def test_a_model_that_cannot_be_read_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="expected NAME=MAC,AC"):
         energy.parse_models((word,))

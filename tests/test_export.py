@@ -9,18 +9,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import Call, tiny
+from gymnasium.spaces import Box
+from gymnasium.wrappers import DtypeObservation
+from test_hindsight import reaching
 
 from sansac import export, export_c
 from sansac.config import ConfigError
-from sansac.environments import EVALUATION, Episodic, episode_seed
-from sansac.evaluation import run_episode
+from sansac.environments import EVALUATION, ActionScale, Episodic, episode_seed
+from sansac.evaluation import Policy, run_episode
 from sansac.manager import Manager
 from sansac.networks import RunningNorm
 
@@ -246,6 +251,35 @@ def test_every_compiler_at_hand_takes_it_without_a_warning(
             export_c.build(out / "actor.c", out / "actor", "-DSANSAC_PIPE")
 
 
+@pytest.mark.parametrize("standard", ["c99", "gnu17"])
+def test_other_dialects_of_c_take_it(standard: str, tmp_path: Path) -> None:
+    """What a project of a user's own compiles with; warnings are errors here too."""
+    for stack in ("dense", "lif-folded", "popsan"):
+        export.export(agent(tmp_path / stack, **STACKS[stack]), "c", tmp_path / "c", episodes=0,
+                      overwrite=True)  # fmt: skip
+        export_c.build(tmp_path / "c" / "actor.c", tmp_path / "actor.o", f"-std={standard}", "-c")
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.4, 0.7), (-1.3, 0.2), (-0.1, 1.2)])
+def test_actions_stay_within_uneven_bounds(low: float, high: float, tmp_path: Path) -> None:
+    """Saturated ones too, and those of C are the policy's to the bit."""
+    manager = agent(tmp_path / "agent")
+    space = Box(low, high, (1,), np.float32)
+    algorithm, scale = manager.algorithm, ActionScale(space)
+    head = algorithm.policy_actor.mean
+    for bias in (-1e4, 0.0, 1e4):
+        with torch.no_grad():
+            head.bias.fill_(bias)
+        policy, plain = Policy(algorithm, scale), export.Deployed(algorithm, scale)
+        (tmp_path / "actor.c").write_text(export_c.source(algorithm, scale, None)[0])
+        compiled = export_c.load(tmp_path / "actor.c")
+        for observation in observations_of(manager):
+            action = compiled(observation)
+            assert np.array_equal(action, policy(observation)) and space.contains(action)
+            (other,) = plain(torch.from_numpy(observation)[None]).detach().numpy()
+            assert space.contains(other) and abs(other - action) < 1e-6
+
+
 def test_c_drives_a_bipedal_walker_over_a_pipe(tmp_path: Path) -> None:
     """An episode with the compiled program, and the same with Python: the same score."""
     walker = {"env": "BipedalWalker-v3", "env_kwargs": {}}
@@ -352,9 +386,9 @@ def check_stated_clip(manager: Manager, result: dict[str, Any], card: str) -> No
     """The clip in raw units: so many standard deviations about the mean."""
     norm, clip = manager.algorithm.norm, manager.config.observation_clip
     reach = clip * (norm.var + 1e-8).sqrt().numpy()
-    assert result["clip_low"] == pytest.approx(norm.mean.numpy() - reach, rel=1e-5)
-    assert result["clip_high"] == pytest.approx(norm.mean.numpy() + reach, rel=1e-5)
-    assert f"| 0 | {result['clip_low'][0]:.6g} | {result['clip_high'][0]:.6g} |" in card
+    assert result["centre"] == pytest.approx(norm.mean.numpy(), rel=1e-5)
+    assert result["reach"] == pytest.approx(reach, rel=1e-5)
+    assert f"| 0 | {result['centre'][0]:.6g} | {result['reach'][0]:.6g} |" in card
 
 
 @pytest.mark.slow
@@ -439,6 +473,9 @@ def test_a_directory_in_use_and_int8_elsewhere_are_refused(tmp_path: Path) -> No
         export.export(manager, "c", tmp_path / "agent" / "config.yaml" / "out")
     export.export(manager, "c", tmp_path / "out", episodes=0, overwrite=True)
     assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
+    export.export(manager, "torch", tmp_path / "out", episodes=0, overwrite=True)
+    names = {"mine.txt", "README.md", "actor.pt2"}  # the card tells of no file of C
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
 def test_a_missing_package_and_a_failure_leave_nothing(
@@ -452,6 +489,48 @@ def test_a_missing_package_and_a_failure_leave_nothing(
     with pytest.raises(ConfigError, match="does not compile"):
         export.export(manager, "c", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["agent"]
+
+
+def test_observations_of_another_type_are_played_as_the_policy_sees_them(tmp_path: Path) -> None:
+    """MuJoCo's are float64."""
+    agent(tmp_path / "agent", **STACKS["lif-folded"])
+    make_env = partial(DtypeObservation, dtype=np.float64)
+    manager = Manager.load(tmp_path / "agent", make_env=lambda: make_env(gym.make("Pendulum-v1")))
+    for format in ("onnx", "torch", "c"):
+        found = export.export(manager, format, tmp_path / format, episodes=1)
+        assert found["largest_difference"] < 1e-5
+
+
+def test_an_entry_that_hardly_varies_keeps_its_precision_in_nir(tmp_path: Path) -> None:
+    """Its mean, folded into a bias, would cancel against a product 10,000 times as large."""
+    manager = agent(tmp_path / "agent", **STACKS["lif"])
+    norm = manager.algorithm.norm
+    with torch.no_grad():
+        norm.mean[0], norm.var[0] = 1000.0, 0.0
+        norm.refresh()
+    export.export(manager, "nir", tmp_path / "out", episodes=0)
+    act = export.load("nir", tmp_path / "out")
+    for observation in observations_of(manager)[:-8]:
+        observation[0] = 1000.0
+        assert np.abs(act(observation) - manager.policy(observation)).max() < 1e-5
+
+
+def test_goals_are_told_in_their_order(tmp_path: Path) -> None:
+    manager = reaching(tmp_path, "future")
+    card = export.export(manager, "c", tmp_path / "out", episodes=0)
+    assert "observation" in " ".join(card["goal_order"]) and len(card["goal_order"]) == 3
+    assert card["goal_order"][0] in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_without_the_compiler_that_is_named_the_file_is_written_all_the_same(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(tmp_path / "agent")
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    code, stdout, stderr = call("export", tmp_path / "agent", "--format", "c", "--out",
+                                tmp_path / "out")  # fmt: skip
+    assert code == 0 and (tmp_path / "out" / "actor.c").exists()
+    assert "no C compiler" in stdout + stderr
 
 
 # -- the command -------------------------------------------------------------------------------
@@ -497,3 +576,6 @@ def test_replay_observations_calibrate_a_run(tmp_path: Path) -> None:
     assert origin == "the replay buffer"
     rows = manager.replay.rows["observation"][: manager.replay.size].numpy()
     assert np.array_equal(observations, rows)
+    on_disk = Manager(tiny(tmp_path, replay={"storage": "disk"}, name="disk"))
+    on_disk.train()  # its rows are not in the checkpoint
+    assert "episodes" in export.calibration(Manager.load(on_disk.directory))[1]
