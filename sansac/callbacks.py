@@ -31,7 +31,8 @@ class Callback:
         """A checkpoint was written, or given to the thread that writes it."""
 
     def done(self, manager: Manager) -> bool:
-        """Whether training is to end here. It goes on to the final evaluation."""
+        """Whether training is to end here. It goes on to the final evaluation. Asked before `start`
+        too: a run that is resumed may have ended."""
         return False
 
     def stop(self, manager: Manager, result: dict[str, Any]) -> None:

@@ -527,6 +527,9 @@ class Config(Section):
             raise ValueError(f"{' and '.join(chosen)} exclude each other: choose one critic")
         if critic.batch_norm and critic.layer_norm:
             raise ValueError("critic.layer_norm and critic.batch_norm exclude each other")
+        if name == "sac-v" and critic.quantiles > 1:
+            raise ValueError(f"critic.quantiles ({critic.quantiles}) is above 1, but sac-v has a "
+                             "target of one value: choose 1 or another algorithm")  # fmt: skip
         papers = {"tqc": "critic.quantiles", "redq": "critic.subset", "droq": "critic.dropout",
                   "crossq": "critic.batch_norm"}  # fmt: skip
         if (needed := papers.get(name)) and not kinds[needed]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sansac.config import ConfigError
 from sansac.replay import Batch, ReplayBuffer
 
 
@@ -79,7 +80,8 @@ class HindsightReplay(ReplayBuffer):
         """The episodes of these environments end with what is there."""
         for i in environments:
             last = self.steps - self.num_envs + i
-            count = min(last - self.begun[i], self.length - 1) // self.num_envs + 1
+            oldest = self.steps - self.length  # older rows are overwritten, by any environment's
+            count = (last - max(self.begun[i], oldest)) // self.num_envs + 1
             self.last[(last - self.num_envs * np.arange(count)) % self.length] = last
             self.begun[i] = self.steps + i
 
@@ -95,14 +97,23 @@ class HindsightReplay(ReplayBuffer):
             observation[:, self.goals.desired] = torch.where(relabelled, goal, desired)
         reached = batch.next_observation.cpu().numpy()
         ends = reached[:, self.goals.achieved], reached[:, self.goals.desired]
-        reward = torch.as_tensor(np.asarray(self.goals.reward(*ends, {}), np.float32))
+        reward = self._computed("compute_reward", self.goals.reward(*ends, {}), np.float32)
         reward = torch.where(relabelled[:, 0], reward.to(self.device), batch.reward)
         discount = batch.discount
         if self.goals.terminated is not None:
-            over = torch.as_tensor(np.asarray(self.goals.terminated(*ends, {}), bool))
+            over = self._computed("compute_terminated", self.goals.terminated(*ends, {}), bool)
             anew = self.gamma * (~over).float().to(self.device)
             discount = torch.where(relabelled[:, 0], anew, discount)
         return batch._replace(reward=reward, discount=discount)
+
+    def _computed(self, name: str, values: Any, dtype: Any) -> Tensor:
+        array = np.asarray(values, dtype)
+        if array.shape != self.drawn.shape:
+            raise ConfigError(
+                f"{name} of goals [B, n] returned shape {array.shape}; expected one value a row, "
+                f"{tuple(self.drawn.shape)}"
+            )
+        return torch.as_tensor(array)
 
     def _source(self, rows: np.ndarray) -> np.ndarray:
         """The step, by `steps`, whose achieved goal each row is given."""

@@ -271,9 +271,11 @@ class Manager:
             if not self.interrupted:
                 progress.note(f"final evaluation over {config.final_episodes} episodes")
                 result = self._evaluate_and_keep_best(config.final_episodes)
+            if self._saver:
+                self._save_or_warn(self._saver.wait)  # what an earlier one met
             self.save_checkpoint()
             if self._saver:
-                self._saver.wait()  # raises what the last one met
+                self._saver.wait()  # raises what this one met
             for callback in self.callbacks:
                 callback.stop(self, result)
             if result:
@@ -653,7 +655,7 @@ class Manager:
             "algorithm": self.algorithm.state_dict(),
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "controllers": {name: c.state_dict() for name, c in self.controllers.items()},
-            "callbacks": {name: c.state_dict() for name, c in self._named_callbacks()},
+            "callbacks": {name: plain(c.state_dict()) for name, c in self._named_callbacks()},
             "rollout": self.rollout.state_dict(),
         }
 
@@ -757,6 +759,9 @@ class Manager:
             manager.step, manager.updates = (
                 number_like(0, state["counters"][name]) for name in ("step", "updates")
             )
+            best = number_like(manager.best_return, state["counters"].get("best_return"))
+        done = min(manager.step / manager.config.total_steps, 1.0)
+        manager.algorithm.set_progress(done, best)
         manager.run_dir, manager._ended = path, True
         manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
         return manager
@@ -778,7 +783,11 @@ class Manager:
             "config": self.config.dump(),
             "sizes": [self.observation_size, self.action_size],
             "algorithm": self.algorithm.weights(),
-            "counters": {"step": self.step, "updates": self.updates},
+            "counters": {
+                "step": self.step,
+                "updates": self.updates,
+                "best_return": self.best_return,
+            },
         }
         checkpoint.save(path / "agent.pt", state)
         final = self._final()
@@ -874,7 +883,8 @@ class Manager:
         }
         if config.replay.storage == "disk":
             # last.pt and previous.pt must find their rows.
-            slack = 2 * config.checkpoint_every + config.num_envs * (config.learning.n_step + 1)
+            every = min(config.checkpoint_every, config.total_steps)
+            slack = 2 * every + config.num_envs * (config.learning.n_step + 1)
             options |= {"directory": self.directory / "replay", "slack": slack}
         replay: ReplayBuffer
         if config.replay.sampler != "uniform":
@@ -900,8 +910,10 @@ class Manager:
         fresh = self.rollout.load_state_dict(state["rollout"])
         if fresh:
             progress.note(f"environments {fresh} did not replay; they start a new episode")
-        on_disk = self.config.replay.storage == "disk"
-        if "replay" in state and (self.replay.found or not on_disk):
+            ended = torch.zeros(self.config.num_envs, dtype=torch.bool, device=self.device)
+            ended[fresh] = True
+            self.algorithm.episodes_ended(ended)
+        if "replay" in state and self.replay.holds(state["replay"]):
             self.replay.load_state_dict(state["replay"])
             self.replay.cut(fresh)
             self.metrics = {tag: value.reshape(()) for tag, value in state["metrics"].items()}
@@ -909,8 +921,12 @@ class Manager:
         else:
             start = self.step + self.config.learning.learning_starts
             self.learning_from = (start, self.updates)
-            where = self.replay.directory if on_disk else f"{self.loaded_from}.pt"
-            progress.note(f"{where} has no buffer: refilling to {start}")
+            where = f"{self.loaded_from}.pt"
+            if "replay" in state:
+                where = f"{self.replay.directory} no longer has the rows of {where}"
+            else:
+                where = f"{where} has no buffer"
+            progress.note(f"{where}: refilling to {start}")
 
     # -- signals -----------------------------------------------------------------------------
 
@@ -933,6 +949,15 @@ def fitting(path: Path) -> Iterator[None]:
     except Exception as error:  # a file made by hand may hold anything in any place
         reason = f"{type(error).__name__}: {error}"
         raise checkpoint.CheckpointError(f"{path} does not fit its config: {reason}") from None
+
+
+def plain(value: Any) -> Any:
+    """What a callback keeps, with NumPy's numbers as Python's: a checkpoint holds no other."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def number_like(example: Any, value: Any) -> Any:

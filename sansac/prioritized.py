@@ -116,7 +116,8 @@ class PrioritizedReplay(ReplayBuffer):
         log pi - log mu, [B], |TD error|^(1 - share) min(1, pi / mu)^share takes its place."""
         value = error.double() + FLOOR
         if log_ratio is not None:
-            value = value ** (1 - share) * (share * log_ratio.double().clamp(max=0)).exp()
+            ratio = (share * log_ratio.double().clamp(max=0)).exp()
+            value = (value ** (1 - share) * ratio).clamp_min(FLOOR)
         errors, rows = value.cpu().numpy(), self.drawn.cpu().numpy()
         self.errors[rows] = errors
         self.largest = max(self.largest, float(errors.max()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class ReplayBuffer:
             shapes["log_prob"] = ((), np.float32)
         self.length, self.window = capacity + slack, capacity  # rows there are, and are drawn from
         self.directory, self.found = directory, False  # found: files were there
+        self.written = 0  # rows ever, along the line of states that this buffer goes on from
         if directory is None:
             # zeros, not empty: pages are taken from the system only as rows are written.
             self.rows = {
@@ -93,14 +95,22 @@ class ReplayBuffer:
         """The rows in files, those that are there already or new ones of zeros."""
         directory.mkdir(parents=True, exist_ok=True)
         paths = {key: directory / f"{key}.bin" for key in shapes}
-        row = shapes["reward"][1]().itemsize
-        self.found = all(path.is_file() for path in paths.values())
+        furthest = directory / "furthest.bin"  # the largest `written` of all lines
+        lengths = {
+            path.stat().st_size / (math.prod(shapes[key][0]) * np.dtype(shapes[key][1]).itemsize)
+            if path.is_file()
+            else 0
+            for key, path in paths.items()
+        }
+        length = lengths.pop()
+        self.found = not lengths and length >= 1 and length % 1 == 0 and furthest.is_file()
         if self.found:
-            self.length = paths["reward"].stat().st_size // row
+            self.length = int(length)
+        mode: Literal["r+", "w+"] = "r+" if self.found else "w+"
+        self.furthest = np.memmap(furthest, np.int64, mode, shape=(1,))
+        self.written = int(self.furthest[0]) + self.length  # no older state's, unless one is loaded
         self.maps = {
-            key: np.memmap(
-                paths[key], kind, "r+" if self.found else "w+", shape=(self.length, *shape)
-            )
+            key: np.memmap(paths[key], kind, mode, shape=(self.length, *shape))
             for key, (shape, kind) in shapes.items()
         }
         return {key: torch.from_numpy(array) for key, array in self.maps.items()}
@@ -163,6 +173,9 @@ class ReplayBuffer:
             rows[where] = torch.as_tensor(values, dtype=rows.dtype).to(rows.device)
         self.position = (self.position + count) % self.length
         self.size = min(self.size + count, self.length)
+        if self.directory is not None:
+            self.written += count
+            self.furthest[0] = max(self.furthest[0], self.written)
         return where
 
     @property
@@ -204,7 +217,7 @@ class ReplayBuffer:
         """Filled rows, open windows, counters and the sampler's stream: tensors and numbers. Rows
         in files stay there."""
         if self.directory is not None:
-            for array in self.maps.values():
+            for array in (*self.maps.values(), self.furthest):
                 array.flush()
         kept = self.rows if self.directory is None else {}
         return {
@@ -213,12 +226,24 @@ class ReplayBuffer:
             "window": self.window,
             "pending": {key: torch.from_numpy(value.copy()) for key, value in self.pending.items()},
             "position": self.position,
+            "length": self.length,
+            "written": self.written,
             "clock": self.clock,
             "stream": self.generator.get_state(),
         }
 
+    def holds(self, state: dict[str, Any]) -> bool:
+        """Whether the rows that a state tells of are there: files may be damaged, and are written
+        on after a checkpoint, further than their spare rows where the next one was not made."""
+        if self.directory is None:
+            return True
+        if not self.found or state["length"] != self.length:
+            return False
+        return int(self.furthest[0]) - state["written"] <= self.length - self.capacity
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size, self.window = state["size"], state["window"]
+        self.written = state["written"]
         for key, rows in (self.rows if self.directory is None else {}).items():
             rows[: self.size] = state["rows"][key]
         for key, value in state["pending"].items():

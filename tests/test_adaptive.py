@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Line, comparable, differences, tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -195,7 +197,65 @@ def test_a_run_whose_files_are_gone_says_so_and_refills(
     for file in (manager.directory / "replay").iterdir():
         file.unlink()
     Manager.resume(manager.directory, total_steps=180).train()
-    assert "has no buffer: refilling to 140" in capsys.readouterr().err
+    assert "no longer has the rows of last.pt: refilling to 140" in capsys.readouterr().err
+
+
+@settings(max_examples=30)
+@given(first=st.integers(0, 60), later=st.integers(0, 40), again=st.integers(0, 40))
+def test_rows_in_files_are_those_of_a_state_or_known_not_to_be(
+    first: int, later: int, again: int
+) -> None:
+    """A process writes on after a checkpoint, ends, and one that went on from there does too."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def opened() -> ReplayBuffer:
+            return ReplayBuffer(
+                20,
+                1,
+                1,
+                num_envs=1,
+                n_step=1,
+                gamma=0.9,
+                seed=0,
+                directory=Path(directory),
+                slack=15,
+            )
+
+        def add(replay: ReplayBuffer, count: int, value: float) -> None:
+            for i in range(count):
+                row = np.full((1, 1), value + i, np.float32)
+                over = np.zeros(1, bool)
+                replay.add(row, row, row[0], row, over, over)
+
+        def kept(replay: ReplayBuffer) -> list[float]:
+            ages = np.arange(1, replay.available + 1)
+            return replay.rows["reward"][(replay.position - ages) % replay.length].tolist()
+
+        replay = opened()
+        add(replay, first, 0.0)
+        state, expected = replay.state_dict(), kept(replay)
+        add(replay, later, 1000.0)
+        for value, count in ((2000.0, again), (3000.0, 0)):
+            replay = opened()
+            assert replay.holds(state) == (max(later, again if value > 2000 else 0) <= 15)
+            if not replay.holds(state):
+                return
+            replay.load_state_dict(state)
+            assert kept(replay) == expected
+            add(replay, count, value)
+
+
+@pytest.mark.parametrize("name", ["reward", "observation"])
+def test_a_file_of_rows_cut_short_is_not_taken_for_whole(name: str, tmp_path: Path) -> None:
+    def opened() -> ReplayBuffer:
+        sizes = {"num_envs": 1, "n_step": 1, "slack": 5}
+        return ReplayBuffer(20, 2, 1, gamma=0.9, seed=0, directory=tmp_path, **sizes)
+
+    state = opened().state_dict()
+    assert opened().holds(state)
+    for size in (40, 0):
+        os.truncate(tmp_path / f"{name}.bin", size)
+        assert not opened().holds(state)
 
 
 def test_rows_on_disk_leave_a_run_as_it_is_in_memory(tmp_path: Path) -> None:

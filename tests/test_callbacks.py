@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Line, comparable, differences, load_state, tiny
@@ -78,6 +79,23 @@ def test_what_a_callback_remembers_survives_a_resume(tmp_path: Path) -> None:
     assert diary.lines[0][0] == "loaded" and diary.lines[0][1] > 40
     resumed.train()
     assert ("start", 80) in diary.lines
+
+
+def test_a_callback_may_remember_numpys_numbers(tmp_path: Path) -> None:
+    class Mean(Callback):
+        seen: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mean": np.mean([1.0, 2.0]), "all": [np.int64(3)]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state
+
+    manager = Manager(tiny(tmp_path, total_steps=80), callbacks=[Mean()])
+    manager.train()
+    again = Mean()
+    Manager.resume(manager.directory, callbacks=[again], total_steps=100)
+    assert again.seen == {"mean": 1.5, "all": [3]}
 
 
 def test_a_run_resumes_without_the_callbacks_it_had(tmp_path: Path) -> None:
@@ -213,3 +231,25 @@ def test_training_does_not_wait_for_the_file(
     saver.save(tmp_path / "c" / "b.pt", {})
     with pytest.raises(OSError, match="no space left"):
         saver.wait()
+    saver.save(tmp_path / "c" / "b.pt", {})
+    monkeypatch.setattr(checkpoint, "save", write)
+    with pytest.raises(OSError, match="no space left"):  # b's; c is written all the same
+        saver.save(tmp_path / "c" / "c.pt", {})
+    saver.wait()
+    assert (tmp_path / "c" / "c.pt").exists() and not (tmp_path / "c" / "b.pt").exists()
+
+
+def test_one_file_that_cannot_be_written_in_the_background_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint.save
+
+    def full(path: Path, *rest: Any) -> None:
+        if path.name == "best.pt":
+            raise checkpoint.CheckpointError(f"{path} cannot be written")
+        write(path, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    manager = Manager(tiny(tmp_path, save_in_background=True))
+    assert manager.train()
+    assert Manager.load(manager.directory).step == 160

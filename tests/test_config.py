@@ -301,6 +301,7 @@ def test_a_value_out_of_range_is_named_with_what_was_found(
         ),
         ({"actor": {"layer_norm": True, "batch_norm": True}}, ("layer_norm", "batch_norm")),
         ({"critic": {"quantiles": 2, "drop": 4}}, ("critic.drop (4)", "quantiles")),
+        ({"algorithm": "sac-v", "critic": {"quantiles": 5}}, ("critic.quantiles (5)", "sac-v")),
         ({"name": "../.."}, ("name", "'../..'")),
         ({"spiking": {"output_connections": True}}, ("output_connections", "'rate'")),
         ({"spiking": {"neuron": "clif", "backend": "native"}}, ("'clif'", "'native'")),

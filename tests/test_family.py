@@ -557,7 +557,14 @@ class Halt:
 
 RESUMED = [
     ("td3", False, {}),
-    ("td3", True, {"td3": {"target_actor": "proxy"}, "exploration": {"kind": "ou"}}),
+    (
+        "td3",
+        True,
+        {
+            "td3": {"target_actor": "proxy"},
+            "exploration": {"kind": "ou", "noise": "linear:0.9:0.01"},
+        },
+    ),
     ("sac-v", True, {"replay": {"sampler": "proportional", "ratio": 0.3}}),
     ("crossq", False, {"replay": {"sampler": "rank"}}),
     ("droq", False, {"exploration": {"gsde": True, "gsde_steps": 3}}),
@@ -591,6 +598,7 @@ def test_a_split_run_equals_an_unbroken_one(
     resumed = Manager.resume(split.directory)
     resumed.train()
     assert not differences(comparable(whole.directory), comparable(resumed.directory))
+    assert Manager.load(whole.directory).algorithm.progress == 1  # schedules are at their end
 
 
 @every
