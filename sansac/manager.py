@@ -289,6 +289,8 @@ class Manager:
     def collect(self) -> None:
         """Step every environment once and store the transitions."""
         started = time.perf_counter()
+        # From what a checkpoint holds, so that a resumed run explores as it would have.
+        self.algorithm.set_progress(self.step / self.config.total_steps, self.best_return)
         observation = torch.from_numpy(self.rollout.observation).float().to(self.device)
         warming_up = self.step < self.config.learning.learning_starts
         explore = self.algorithm.explore_uniformly if warming_up else self.algorithm.explore

@@ -174,7 +174,6 @@ class OffPolicy:
             "critic": self.critic.state_dict(),
             "target_critic": self.target_critic.state_dict(),
             "updates": self.updates,
-            "schedules": {"progress": self.progress, "best_return": self.best_return},
             "optimizers": {name: opt.state_dict() for name, opt in self.optimizers.items()},
             "streams": {
                 "exploration": self.exploration.get_state(),
@@ -188,7 +187,6 @@ class OffPolicy:
         self.critic.load_state_dict(state["critic"])
         self.target_critic.load_state_dict(state["target_critic"])
         self.updates = state["updates"]
-        self.set_progress(**state["schedules"])
         for name, optimizer in self.optimizers.items():
             load_optimizer(optimizer, state["optimizers"][name])
         # A stream belongs to its kind of device; elsewhere the run goes on from a fresh one.

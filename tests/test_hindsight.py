@@ -230,8 +230,6 @@ def test_a_goal_run_resumes_to_the_bit(tmp_path: Path) -> None:
     resumed = Manager.resume(split.directory, make_env=Reach, total_steps=200)
     resumed.train()
     left, right = comparable(whole.directory), comparable(resumed.directory)
-    for part in (left, right):  # a run that ended has its final evaluation's return
-        del part["state"]["algorithm"]["schedules"]["best_return"]
     assert not differences(left["state"]["replay"], right["state"]["replay"])
     assert not differences(left["state"]["algorithm"], right["state"]["algorithm"])
 
