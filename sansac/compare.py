@@ -710,7 +710,7 @@ def deployed_cell(column: str, row: dict[str, Any]) -> str:
     if not column.startswith("joules"):
         return f"{row[column] * 1e3:.3f}"
     nanojoules = row[column] * 1e9
-    return f"{nanojoules:,.1f}" if nanojoules >= 10 else f"{nanojoules:.3g}"
+    return f"{nanojoules:,.1f}" if nanojoules >= 10 else f"{nanojoules:#.3g}"
 
 
 def span(low: float, high: float, digits: int = 1) -> str:

@@ -381,7 +381,7 @@ def count_rows(result: dict[str, Any]) -> list[list[str]]:
 
 def figure(value: float) -> str:
     """One decimal, or three significant digits of what is below ten."""
-    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+    return f"{value:,.1f}" if value >= 10 else f"{value:#.3g}"
 
 
 def joule_rows(result: dict[str, Any]) -> list[list[str]]:
