@@ -409,6 +409,8 @@ def export(
     if int8 and format != "c":
         raise ConfigError(f"--int8: only --format c holds int8 weights, not {format}")
     check_exportable(manager.algorithm, format)
+    if not all(p.isfinite().all() for p in manager.algorithm.policy_actor.parameters()):
+        raise ConfigError("the agent's weights are not all finite: export an earlier checkpoint")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

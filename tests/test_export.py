@@ -478,6 +478,15 @@ def test_a_directory_in_use_and_int8_elsewhere_are_refused(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    manager = agent(tmp_path / "agent")
+    with torch.no_grad():
+        next(iter(manager.algorithm.policy_actor.parameters())).view(-1)[0] = torch.nan
+    with pytest.raises(ConfigError, match="not all finite"):
+        export.export(manager, "c", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_package_and_a_failure_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
