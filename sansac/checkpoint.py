@@ -139,8 +139,7 @@ class Length(io.RawIOBase):
 
 
 class Saver:
-    """Writes checkpoints on a thread, one after another. An error is raised by the next call, which
-    does its own work all the same."""
+    """Writes checkpoints on a thread, one after another; an error is raised by the next call."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -148,10 +147,8 @@ class Saver:
 
     def save(self, path: Path, state: dict[str, Any], keep: Path | None = None) -> None:
         """As `save`, of a state that nothing changes any more."""
-        error = None if self._pending is None else self._pending.exception()
+        self.wait()
         self._pending = self._thread.submit(save, path, state, keep)
-        if error:
-            raise error
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None

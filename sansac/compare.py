@@ -54,6 +54,7 @@ from sansac.page import (
 )
 from sansac.plots import COLORS
 from sansac.statistics import Array, Interval
+from sansac.watch import number
 
 REPORT = "report.html"
 FEWEST = 5  # seeds below which a group is flagged
@@ -707,10 +708,8 @@ def deployed_head(column: str) -> str:
 def deployed_cell(column: str, row: dict[str, Any]) -> str:
     if column not in row:
         return NONE
-    if not column.startswith("joules"):
-        return f"{row[column] * 1e3:.3f}"
-    nanojoules = row[column] * 1e9
-    return f"{nanojoules:,.1f}" if nanojoules >= 10 else f"{nanojoules:#.3g}"
+    joules = column.startswith("joules")
+    return number(row[column] * 1e9) if joules else f"{row[column] * 1e3:.3f}"
 
 
 def span(low: float, high: float, digits: int = 1) -> str:

@@ -28,6 +28,7 @@ from sansac.logger import last_value
 from sansac.manager import Manager
 from sansac.networks import DenseActor
 from sansac.spiking import GroupedLinear, MembraneReadout
+from sansac.watch import number
 
 FILE = "energy.json"  # in a run directory; `compare` reads it
 
@@ -156,10 +157,11 @@ def spiking_products(actor: Any, x: Tensor) -> Iterator[Product]:
     readout = actor.readout
     if isinstance(readout, MembraneReadout):
         yield product(inputs, readout.linear.out_features, True)
+    elif isinstance(readout, GroupedLinear):
+        groups, _, size = readout.weight.shape
+        yield product(inputs.mean(0), size, False, groups=groups)
     else:
-        grouped = isinstance(readout, GroupedLinear)
-        fan_out, groups = (1, len(readout.weight)) if grouped else (readout.out_features, 1)
-        yield product(inputs.mean(0), fan_out, False, groups=groups)
+        yield product(inputs.mean(0), readout.out_features, False)
 
 
 class NeuronCosts(NamedTuple):
@@ -372,24 +374,19 @@ def count_rows(result: dict[str, Any]) -> list[list[str]]:
     cells = [f"{s:.3f}" if k else "" for s, k in zip(sparsity, known, strict=True)]
     rows.append(["activation sparsity", *cells, ""])
     for precision, size in (("float32", 4), ("int8", 1)):
-        held = [figure(size * values / 1024) for values in result["footprint_values"].values()]
+        held = [number(size * values / 1024) for values in result["footprint_values"].values()]
         rows.append([f"KiB held, {precision}", *held, ""])
     for layer, rate in enumerate(result["firing_rate"] or ()):
         rows.append([f"firing rate, layer {layer}", f"{rate:.3f}", *blank, ""])
     return rows
 
 
-def figure(value: float) -> str:
-    """One decimal, or three significant digits of what is below ten."""
-    return f"{value:,.1f}" if value >= 10 else f"{value:#.3g}"
-
-
 def joule_rows(result: dict[str, Any]) -> list[list[str]]:
     rows = [["nJ an action", "", *(HEADS[side] for side in result["action"]), "an episode"]]
     for name, model in result["models"].items():
         for kind in ("arithmetic", "with_memory"):
-            cells = [figure(1e9 * joules[kind]) for joules in model["joules"].values()]
-            episode = figure(1e6 * model["joules"]["agent"][kind] * result["length_mean"])
+            cells = [number(1e9 * joules[kind]) for joules in model["joules"].values()]
+            episode = number(1e6 * model["joules"]["agent"][kind] * result["length_mean"])
             episode += " µJ"
             rows.append([name * (kind == "arithmetic"), kind.replace("_", " "), *cells, episode])
     return rows

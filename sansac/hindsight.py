@@ -47,6 +47,13 @@ class HindsightReplay(ReplayBuffer):
     ) -> None:
         super().__init__(*sizes, num_envs=num_envs, seed=seed, **options)
         self.goals, self.strategy, self.original = goals, strategy, original
+        two = np.zeros((2, goals.achieved.stop - goals.achieved.start), np.float32)
+        for name, computed in (("reward", goals.reward), ("terminated", goals.terminated)):
+            if computed is not None and np.shape(computed(two, two, {})) != (2,):
+                raise ConfigError(
+                    f"compute_{name} of two goals, [2, goal], returned the shape "
+                    f"{np.shape(computed(two, two, {}))}; expected one value for each, (2,)"
+                )
         self.num_envs = num_envs
         self.stream = torch.Generator().manual_seed(seed)
         self.steps = 0  # of all environments together, since the start
@@ -97,23 +104,14 @@ class HindsightReplay(ReplayBuffer):
             observation[:, self.goals.desired] = torch.where(relabelled, goal, desired)
         reached = batch.next_observation.cpu().numpy()
         ends = reached[:, self.goals.achieved], reached[:, self.goals.desired]
-        reward = self._computed("compute_reward", self.goals.reward(*ends, {}), np.float32)
+        reward = torch.as_tensor(np.asarray(self.goals.reward(*ends, {}), np.float32))
         reward = torch.where(relabelled[:, 0], reward.to(self.device), batch.reward)
         discount = batch.discount
         if self.goals.terminated is not None:
-            over = self._computed("compute_terminated", self.goals.terminated(*ends, {}), bool)
+            over = torch.as_tensor(np.asarray(self.goals.terminated(*ends, {}), bool))
             anew = self.gamma * (~over).float().to(self.device)
             discount = torch.where(relabelled[:, 0], anew, discount)
         return batch._replace(reward=reward, discount=discount)
-
-    def _computed(self, name: str, values: Any, dtype: Any) -> Tensor:
-        array = np.asarray(values, dtype)
-        if array.shape != self.drawn.shape:
-            raise ConfigError(
-                f"{name} of goals [B, n] returned shape {array.shape}; expected one value a row, "
-                f"{tuple(self.drawn.shape)}"
-            )
-        return torch.as_tensor(array)
 
     def _source(self, rows: np.ndarray) -> np.ndarray:
         """The step, by `steps`, whose achieved goal each row is given."""

@@ -271,11 +271,9 @@ class Manager:
             if not self.interrupted:
                 progress.note(f"final evaluation over {config.final_episodes} episodes")
                 result = self._evaluate_and_keep_best(config.final_episodes)
-            if self._saver:
-                self._save_or_warn(self._saver.wait)  # what an earlier one met
             self.save_checkpoint()
             if self._saver:
-                self._saver.wait()  # raises what this one met
+                self._saver.wait()  # raises what the last one met
             for callback in self.callbacks:
                 callback.stop(self, result)
             if result:
@@ -289,8 +287,8 @@ class Manager:
     def collect(self) -> None:
         """Step every environment once and store the transitions."""
         started = time.perf_counter()
-        # From what a checkpoint holds, so that a resumed run explores as it would have.
-        self.algorithm.set_progress(self.step / self.config.total_steps, self.best_return)
+        # A new best return moves schedules at once, for a run that is resumed here too.
+        self.algorithm.set_progress(*self.schedule_point)
         observation = torch.from_numpy(self.rollout.observation).float().to(self.device)
         warming_up = self.step < self.config.learning.learning_starts
         explore = self.algorithm.explore_uniformly if warming_up else self.algorithm.explore
@@ -331,12 +329,11 @@ class Manager:
         """Update until `update_to_data` updates were made for each step since learning began."""
         started = time.perf_counter()
         learning, every = self.config.learning, self.config.actor.reestimate_every
-        progress = self.step / self.config.total_steps, self.best_return
-        self.algorithm.set_progress(*progress)
+        self.algorithm.set_progress(*self.schedule_point)
         if isinstance(self.replay, PrioritizedReplay):
-            self.replay.correction = at(self.config.replay.correction, *progress)
+            self.replay.correction = at(self.config.replay.correction, *self.schedule_point)
         if "update_to_data" not in self.controllers:
-            self._set_update_to_data(at(learning.update_to_data, *progress))
+            self._set_update_to_data(at(learning.update_to_data, *self.schedule_point))
         from_step, from_updates = self.learning_from
         due = math.floor(from_updates + (self.step - from_step) * self.update_to_data + 1e-9)
         with kernels.products(learning.precision):
@@ -352,6 +349,11 @@ class Manager:
                     self.algorithm.reestimate(drawn.observation)
         self.learn_seconds += time.perf_counter() - started
         self.progress.update(self.step, self.updates)
+
+    @property
+    def schedule_point(self) -> tuple[float, float | None]:
+        """What schedules go by: the share of training done, and the best return so far."""
+        return self.step / self.config.total_steps, self.best_return
 
     @property
     def batch_size(self) -> int:
@@ -676,6 +678,7 @@ class Manager:
         if self._saver is None:
             checkpoint.save(path, state, keep)
         else:
+            self._save_or_warn(self._saver.wait)  # what an earlier file met costs this one nothing
             # The buffer's state is a copy already; the rest is what training goes on with.
             rest = {key: value for key, value in state.items() if key != "replay"}
             self._saver.save(path, state | copy.deepcopy(rest), keep)
@@ -761,9 +764,8 @@ class Manager:
             manager.step, manager.updates = (
                 number_like(0, state["counters"][name]) for name in ("step", "updates")
             )
-            best = number_like(manager.best_return, state["counters"].get("best_return"))
-        done = min(manager.step / manager.config.total_steps, 1.0)
-        manager.algorithm.set_progress(done, best)
+            manager.best_return = number_like(None, state["counters"].get("best_return"))
+        manager.algorithm.set_progress(*manager.schedule_point)
         manager.run_dir, manager._ended = path, True
         manager.loaded_from = file.stem if file.parent.name == "checkpoints" else str(file)
         return manager
@@ -923,12 +925,10 @@ class Manager:
         else:
             start = self.step + self.config.learning.learning_starts
             self.learning_from = (start, self.updates)
-            where = f"{self.loaded_from}.pt"
+            lost = f"{self.loaded_from}.pt has no buffer"
             if "replay" in state:
-                where = f"{self.replay.directory} no longer has the rows of {where}"
-            else:
-                where = f"{where} has no buffer"
-            progress.note(f"{where}: refilling to {start}")
+                lost = f"{self.replay.directory} no longer has the rows of {self.loaded_from}.pt"
+            progress.note(f"{lost}: refilling to {start}")
 
     # -- signals -----------------------------------------------------------------------------
 
@@ -959,7 +959,7 @@ def plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+    return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 def number_like(example: Any, value: Any) -> Any:

@@ -67,7 +67,7 @@ class ReplayBuffer:
             shapes["log_prob"] = ((), np.float32)
         self.length, self.window = capacity + slack, capacity  # rows there are, and are drawn from
         self.directory, self.found = directory, False  # found: files were there
-        self.written = 0  # rows ever, along the line of states that this buffer goes on from
+        self.written = 0  # rows written in all, those before the state that was loaded included
         if directory is None:
             # zeros, not empty: pages are taken from the system only as rows are written.
             self.rows = {
@@ -95,7 +95,7 @@ class ReplayBuffer:
         """The rows in files, those that are there already or new ones of zeros."""
         directory.mkdir(parents=True, exist_ok=True)
         paths = {key: directory / f"{key}.bin" for key in shapes}
-        furthest = directory / "furthest.bin"  # the largest `written` of all lines
+        furthest = directory / "furthest.bin"  # the largest `written` of all who wrote here
         lengths = {
             path.stat().st_size / (math.prod(shapes[key][0]) * np.dtype(shapes[key][1]).itemsize)
             if path.is_file()
@@ -108,7 +108,7 @@ class ReplayBuffer:
             self.length = int(length)
         mode: Literal["r+", "w+"] = "r+" if self.found else "w+"
         self.furthest = np.memmap(furthest, np.int64, mode, shape=(1,))
-        self.written = int(self.furthest[0]) + self.length  # no older state's, unless one is loaded
+        self.written = int(self.furthest[0]) + self.length  # past what any state tells of
         self.maps = {
             key: np.memmap(paths[key], kind, mode, shape=(self.length, *shape))
             for key, (shape, kind) in shapes.items()
@@ -233,8 +233,8 @@ class ReplayBuffer:
         }
 
     def holds(self, state: dict[str, Any]) -> bool:
-        """Whether the rows that a state tells of are there: files may be damaged, and are written
-        on after a checkpoint, further than their spare rows where the next one was not made."""
+        """Whether the rows that a state tells of are still there. Rows in files are not: where a
+        file is damaged, or whoever wrote after the checkpoint went past the spare rows."""
         if self.directory is None:
             return True
         if not self.found or state["length"] != self.length:

@@ -209,17 +209,8 @@ def test_rows_in_files_are_those_of_a_state_or_known_not_to_be(
     with tempfile.TemporaryDirectory() as directory:
 
         def opened() -> ReplayBuffer:
-            return ReplayBuffer(
-                20,
-                1,
-                1,
-                num_envs=1,
-                n_step=1,
-                gamma=0.9,
-                seed=0,
-                directory=Path(directory),
-                slack=15,
-            )
+            sizes = {"num_envs": 1, "n_step": 1, "slack": 15}
+            return ReplayBuffer(20, 1, 1, gamma=0.9, seed=0, directory=Path(directory), **sizes)
 
         def add(replay: ReplayBuffer, count: int, value: float) -> None:
             for i in range(count):

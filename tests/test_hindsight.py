@@ -136,10 +136,8 @@ def test_a_goal_reached_ends_the_episode_where_the_environment_says_so(ends_ther
 def test_a_reward_that_is_not_one_a_row_is_refused() -> None:
     """Such as that of `np.linalg.norm` without an axis, which would be everyone's."""
     goals = GOALS._replace(reward=lambda achieved, desired, info: -1.0)
-    replay = buffer("future", goals=goals)
-    Life(replay, [[0, 0]] * 5)
-    with pytest.raises(ConfigError, match=r"compute_reward .* expected one value a row"):
-        replay.sample(4)
+    with pytest.raises(ConfigError, match=r"compute_reward .* expected one value for each"):
+        buffer("future", goals=goals)
 
 
 def test_a_loaded_buffer_gives_what_the_saved_one_would() -> None:
