@@ -207,8 +207,7 @@ int sansac_act(const float observation[OBSERVATIONS], float action[ACTIONS])
     mean();
     for (int j = 0; j < ACTIONS; ++j) {
         const double share = (tanh((double)current[j]) + 1.0) * 0.5;
-        const float scaled = (float)((1.0 - share) * (double)low[j] + share * (double)high[j]);
-        action[j] = scaled < low[j] ? low[j] : scaled > high[j] ? high[j] : scaled;
+        action[j] = (float)((1.0 - share) * (double)low[j] + share * (double)high[j]);
     }
     return 0;
 }

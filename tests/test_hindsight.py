@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import comparable, differences, tiny
 from gymnasium.spaces import Box, Dict
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sansac.config import ConfigError
@@ -66,6 +66,7 @@ class Life:
 
 
 @settings(max_examples=50)
+@example(ends=[[0, 0]] * 4 + [[1, 0]], strategy="final", capacity=5)  # longer than its share
 @given(
     ends=st.integers(1, 3).flatmap(lambda envs: st.lists(
         st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=envs, max_size=envs),
