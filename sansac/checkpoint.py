@@ -207,10 +207,10 @@ def write_record(run_dir: Path, record: dict[str, Any]) -> None:
     write_atomically(run_dir / "run.json", lambda file: file.write(text.encode()))
 
 
-def read_record(run_dir: Path) -> dict[str, Any]:
-    """run.json, a note about the run and no part of its state; {} where it cannot be read."""
+def read_record(directory: Path, name: str = "run.json") -> dict[str, Any]:
+    """A note about a run or an agent and no part of its state; {} where it cannot be read."""
     try:
-        record = json.loads((run_dir / "run.json").read_text())
+        record = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(record, dict):

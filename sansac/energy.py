@@ -97,13 +97,12 @@ def parse_models(words: tuple[str, ...]) -> dict[str, Model]:
 @torch.no_grad()
 def count(actor: Any, x: Tensor) -> Counts:
     """Operations of an action of a folded actor over normalised observations, [N, obs]."""
-    products = list(dense_products(actor, x) if isinstance(actor, DenseActor)
-                    else spiking_products(actor, x))  # fmt: skip
+    of = dense_products if isinstance(actor, DenseActor) else spiking_products
+    products = [p for rows in x.split(1024) for p in of(actor, rows)]  # spikes of all fill memory
     n = len(x)
     macs = sum(p.operations for p in products if not p.spikes)
     accumulates = sum(p.operations for p in products if p.spikes)
-    outputs = [p.output for p in products if p.output is not None]
-    zeros, entries = sum(int((o == 0).sum()) for o in outputs), sum(o.numel() for o in outputs)
+    zeros, outputs = sum(p.zeros for p in products), sum(p.outputs for p in products)
     neurons = neuron_costs(actor)
     words = sum(p.operations + p.words for p in products) / n + neurons.words
     return Counts(
@@ -113,18 +112,19 @@ def count(actor: Any, x: Tensor) -> Counts:
         sum(p.all_operations for p in products if p.spikes) / n,
         *neurons[:3],
         words,
-        zeros / entries if entries else 0.0,
+        zeros / outputs if outputs else 0.0,
     )
 
 
 class Product(NamedTuple):
-    """One product over all observations."""
+    """One product over some observations."""
 
     spikes: bool
     operations: int  # weights that meet an input other than 0
     all_operations: int
     words: float  # its inputs read, its biases read, its outputs written
-    output: Tensor | None  # what the layer puts out, if it has an activation
+    outputs: int  # entries that the layer's activation puts out, 0 where it has none
+    zeros: int  # of these
 
 
 def product(
@@ -133,8 +133,9 @@ def product(
     """Of inputs x, [..., inputs], each of which meets the `fan_out` weights of its group."""
     rows = x.numel() // x.shape[-1]
     words = x.numel() / (32 if spikes else 1) + 2 * rows * groups * fan_out
-    nonzero = int(torch.count_nonzero(x))
-    return Product(spikes, nonzero * fan_out, x.numel() * fan_out, words, output)
+    operations = int(torch.count_nonzero(x)) * fan_out
+    outputs, active = (0, 0) if output is None else (output.numel(), int(output.count_nonzero()))
+    return Product(spikes, operations, x.numel() * fan_out, words, outputs, outputs - active)
 
 
 def dense_products(actor: DenseActor, x: Tensor) -> Iterator[Product]:

@@ -89,6 +89,10 @@ def check_exportable(algorithm: OffPolicy, format: Format) -> None:
         if spiking.output_connections and format in ("nir", "c"):
             why = "connections within output populations feed spikes back"
             refuse(format, why, "--format onnx, or no spiking.output_connections")
+        taus = [neuron(actor, i).decay for i in range(len(actor.layers))]
+        if format == "nir" and spiking.neuron == "plif" and min(taus) <= 1:
+            why = "SpikingJelly's time constants are above 1, and one was learned to be 1"
+            refuse(format, why, "--format c")
     if config.actor.layer_norm and format in ("nir", "c"):
         why = "LayerNorm takes statistics of every input and does not fold into weights"
         refuse(format, why, "actor.batch_norm, which folds, or --format onnx")

@@ -807,11 +807,15 @@ class Manager:
         checkpoint.write_atomically(path / "README.md", lambda file: file.write(card.encode()))
 
     def _final(self) -> dict[str, Any]:
-        """The evaluation that ended the run at this very step, and what it ran on; {} where there
-        is none, or where run.json, which anybody may write, holds something else."""
-        record = checkpoint.read_record(self.run_dir) if self.run_dir else {}
+        """The evaluation that ended the run at this very step, and what it ran on, from the run's
+        directory or the agent's; {} where there is none, or where its file, which anybody may
+        write, holds something else."""
+        if self.run_dir is None:
+            return {}
+        record = checkpoint.read_record(self.run_dir)
         about = {key: record.get(key) for key in ("commit", "versions", "machine")}
         final = record.get("final", {}) | {"checkpoint": "agent.pt"} | about
+        final = checkpoint.read_record(self.run_dir, "evaluation.json") or final
         try:
             summary(final)
         except (KeyError, TypeError, ValueError):

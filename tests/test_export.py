@@ -447,6 +447,15 @@ def test_an_actor_that_cannot_be_exported_is_told_why_and_what_can(
     export.check_exportable(agent(tmp_path / "other", **changes).algorithm, format)
 
 
+def test_a_time_constant_that_was_learned_to_be_1_is_refused_in_nir(tmp_path: Path) -> None:
+    manager = agent(tmp_path / "agent", san=True, spiking={"neuron": "plif"})
+    with torch.no_grad():
+        manager.algorithm.policy_actor.layers[0].node.w.fill_(20.0)
+    with pytest.raises(ConfigError, match=r"learned to be 1; .*--format c"):
+        export.export(manager, "nir", tmp_path / "nir")
+    export.export(manager, "c", tmp_path / "c", episodes=1)
+
+
 def test_a_neuron_of_a_users_own_is_refused(tmp_path: Path) -> None:
     from sansac.config import NEURON_NAMES
     from sansac.spiking import NEURONS, register_neuron

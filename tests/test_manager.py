@@ -822,6 +822,9 @@ def test_an_agent_is_saved_and_loaded_with_its_normaliser(san: bool, tmp_path: P
     card = (tmp_path / "agent" / "README.md").read_text()
     assert f"{told['return_mean']:.1f} ± {told['return_std']:.1f}" in card
     assert str(told["commit"]) in card and str(tmp_path) not in card
+    Manager.load(tmp_path / "agent").save(tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "evaluation.json").read_text()) == told
+    assert (tmp_path / "copy" / "README.md").read_text() == card
     for damaged in ({"final": {"step": 160}}, {"final": {**told, "step": 80}}, {}):
         (manager.directory / "run.json").write_text(json.dumps(damaged))
         manager.save(tmp_path / "agent", overwrite=True)
