@@ -217,7 +217,7 @@ class Critic(Section):
     batch_norm_warmup: Annotated[Int, Field(ge=0)] = 100_000
     """Updates that normalise by the batch alone, before running statistics take part."""
     layer_norm: bool = False
-    """LayerNorm before each activation."""
+    """LayerNorm before each activation, of the value network too where there is one (SAC-V)."""
     quantiles: Annotated[Int, Field(ge=1, le=200)] = 1
     """Quantiles a critic predicts (TQC, Kuznetsov et al. 2020); 1 is plain SAC: the mean."""
     drop: Annotated[Int, Field(ge=0)] = 4

@@ -617,9 +617,10 @@ def make_critic(config: CriticConfig, observation_size: int, action_size: int) -
     return kind(config, observation_size, action_size)
 
 
-def mlp(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers of `widths` with ReLU between them."""
+def mlp(widths: Sequence[int], layer_norm: bool = False) -> nn.Sequential:
+    """Linear layers of `widths` with ReLU between them, and LayerNorm before each ReLU if asked."""
+    *hidden, last = pairwise(widths)
     layers: list[nn.Module] = []
-    for m, n in pairwise(widths):
-        layers += [nn.Linear(m, n), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    for m, n in hidden:
+        layers += [nn.Linear(m, n), *([nn.LayerNorm(n)] if layer_norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(*last))

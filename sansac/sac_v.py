@@ -26,7 +26,8 @@ class SACV(SAC):
         super().__init__(config, observation_size, action_size, device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.value = mlp([observation_size, *config.critic.hidden, 1]).to(device)
+            widths = [observation_size, *config.critic.hidden, 1]
+            self.value = mlp(widths, config.critic.layer_norm).to(device)
         self.target_value = self.slow_copy(self.value)
         groups = [(self.value.parameters(), config.critic.learning_rate)]
         self.optimizers["value"] = adam(groups, config.learning.betas)

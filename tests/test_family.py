@@ -414,6 +414,14 @@ def test_the_policy_follows_once_for_twenty_updates_of_the_critics(name: str) ->
     assert [i for i, acted in enumerate(steps) if acted] == [19, 39]
 
 
+def test_a_value_network_is_normalised_as_the_critics_are() -> None:
+    for layer_norm in (False, True):
+        agent = make("sac-v", critic={"layer_norm": layer_norm})
+        kinds = {type(module) for module in agent.target_value.modules()}
+        assert (nn.LayerNorm in kinds) == layer_norm
+        assert any(norm is not None for norm in agent.critic.norms) == layer_norm
+
+
 @pytest.mark.parametrize("temperature", ["auto", 0.3])
 def test_a_value_network_learns_the_papers_equations(temperature: str | float) -> None:
     """Haarnoja et al. 2018, eq. 5 to 13, with torch's own Adam and autograd over three updates."""

@@ -199,6 +199,9 @@ def test_an_mlp_has_no_activation_after_its_last_layer() -> None:
     assert [type(m) for m in mlp([3, 4, 5, 2])] == [
         nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear,
     ]  # fmt: skip
+    assert [type(m) for m in mlp([3, 4, 2], layer_norm=True)] == [
+        nn.Linear, nn.LayerNorm, nn.ReLU, nn.Linear,
+    ]  # fmt: skip
 
 
 def single_critic(critic: TwinCritic, index: int) -> nn.Sequential:
