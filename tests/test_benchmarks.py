@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -18,10 +19,11 @@ from matplotlib.image import imread
 from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import contenders, converted, costs, minutes, train
+from benchmarks import contenders, converted, costs, minutes, reference, train
 from benchmarks.contenders import QUICK, Setup
 from sansac.algorithm import SAC
 from sansac.config import load_yaml
+from sansac.evaluation import evaluate
 from sansac.manager import Manager
 
 FAST = (
@@ -242,3 +244,43 @@ def test_a_spiking_agent_is_not_converted(
             converted.main(words)
     told = capsys.readouterr().err
     assert "dense actor" in told and "none" in told and "no directory none" in told
+
+
+def test_the_reference_is_scored_in_the_episodes_of_evaluate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pendulum.json"
+    words = ["Pendulum-v1", "--episodes", "2", "--out", str(out)]
+    reference.main([*words, "--total-steps", "200", "--seeds", "3"])
+    (first,) = json.loads(out.read_text())["runs"]
+    assert first["seed"] == 3 and len(first["returns"]) == 2
+    reference.main([*words, "--total-steps", "200", "--seeds", "3", "4"])
+    assert [run["seed"] for run in json.loads(out.read_text())["runs"]] == [3, 4]
+    assert json.loads(out.read_text())["runs"][0] == first, "no seed is run twice"
+    assert "IQM over seeds" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        reference.main([*words, "--total-steps", "201"])
+    assert "choose another file" in capsys.readouterr().err
+
+    class Still:
+        def predict(self, observation: Any, deterministic: bool) -> tuple[Any, None]:
+            return self(observation), None
+
+        def __call__(self, observation: Any) -> Any:
+            return np.zeros(1, np.float32)
+
+        def firing_rates(self, observations: Any) -> None:
+            return None
+
+    def pendulum() -> gym.Env:
+        return gym.make("Pendulum-v1")
+
+    ours = evaluate(Still(), pendulum, episodes=3, seed=0)  # type: ignore[arg-type]
+    theirs = reference.score(Still(), pendulum, 3)  # type: ignore[arg-type]
+    assert ours and theirs == ours["returns"]
+
+
+def test_the_references_rate_falls_as_rl_zoo_says() -> None:
+    found = reference.settings("LunarLander-v3", 100_000)
+    assert [found["learning_rate"](left) for left in (1.0, 0.5, 0.0)] == [7.3e-4, 3.65e-4, 0.0]
+    assert found["buffer_size"] == 100_000
